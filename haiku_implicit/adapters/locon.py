@@ -7,17 +7,15 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
 from haiku_implicit.core.sharding import axis_names
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive, Result
 
 
 @dataclasses.dataclass
@@ -152,9 +150,7 @@ def convolve_with_locon(call: BinaryCall, x: jax.Array, w: LoCon) -> Result:
 
 
 @primitive_handler("convert_element_type")
-def cast_locon(
-    primitive: Primitive, w: LoCon, *, new_dtype: DTypeLike, **params: EqnParam
-) -> Result:
+def cast_locon(primitive: Primitive, w: LoCon, *, new_dtype: DType, **params: EqnParam) -> Result:
     """Casts the kernel and the factors to another floating dtype."""
     if not jnp.issubdtype(new_dtype, np.floating):
         return NotImplemented

@@ -12,10 +12,10 @@ import numpy as np
 
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
+from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.quantized.products.ragged import row_numbers
 from haiku_implicit.quantized.products.tiles import groups_of_rows
 

@@ -13,11 +13,10 @@ from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
 from haiku_implicit.core.transform import use_implicit_args
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 
 
 @dataclasses.dataclass

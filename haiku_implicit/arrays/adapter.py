@@ -7,12 +7,11 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import data_names
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import FROZEN
-from haiku_implicit.core.typing import Array, Params
+from haiku_implicit.core.typing import Array, DType, Params
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers.options import is_positive_integer
 
@@ -167,7 +166,7 @@ def method_named(name: str) -> type[Adapter] | None:
     return found[-1] if found else None
 
 
-def uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+def uniform(key: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
     """Draws a first factor `[..., n, r]`, uniform in ±1/sqrt(n)."""
     bound = 1 / math.sqrt(shape[-2])
     return jax.random.uniform(key, shape, dtype, -bound, bound)

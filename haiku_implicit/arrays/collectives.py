@@ -13,10 +13,9 @@ from haiku_implicit.arrays.constant import SymbolicConstant, named, reshaped
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, num_batch_axes
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.sharding import is_spec, part_specs
-from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Primitive, Result
 
 
 def _names(params: EqnParams) -> tuple[Any, ...]:

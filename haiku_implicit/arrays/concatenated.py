@@ -14,12 +14,11 @@ from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import call_interpreted
 from haiku_implicit.core.sharding import is_split
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 
 # Weights concatenated with dense arrays are kept if they are at least this part of the whole. (A bias
 # that is put in front of activations is not worth it.)

@@ -16,19 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.extend.core import primitives as jex
-from jax.typing import DTypeLike
 
 from haiku_implicit.arrays import exact
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit, short
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler, densify
 from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.core.messages import expecting
-from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, Result
+from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, EqnParams, Primitive, Result
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
@@ -73,7 +71,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
     bits: bytes = aux_field()
     weak_type: bool = aux_field(default=False)
 
-    def __init__(self, value: Array, *, shape: Sequence[int], dtype: DTypeLike | None = None):
+    def __init__(self, value: Array, *, shape: Sequence[int], dtype: DType | None = None):
         scalar = _as_scalar(value, dtype)
         self.shape, self.dtype = _checked_shape(shape), scalar.dtype
         # Bytes compare and hash as static metadata must, unlike NaN and the two zeros.
@@ -107,7 +105,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
         return new
 
 
-def _as_scalar(value: Array, dtype: DTypeLike | None) -> jax.Array:
+def _as_scalar(value: Array, dtype: DType | None) -> jax.Array:
     if isinstance(value, jax.core.Tracer) or is_implicit(value):
         raise TypeError(
             f"value: expected a number that is known when the program is traced, got {value!r}. "

@@ -19,12 +19,11 @@ from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import is_split
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.blocks import BLOCKED_FROM, over_blocks, slices

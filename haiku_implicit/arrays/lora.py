@@ -10,21 +10,27 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit, init_of
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
+from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import padded_spec
-from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
+from haiku_implicit.core.typing import (
+    Array,
+    DType,
+    EqnParam,
+    EqnParams,
+    Precision,
+    Primitive,
+    Result,
+)
 from haiku_implicit.quantized.products.convolution import convolve
 from haiku_implicit.quantized.products.ragged import row_numbers, small_ragged_dot
 
@@ -546,7 +552,7 @@ def sum_factors(
     return high + _summed_delta(w, axes, jax.lax.Precision.HIGHEST).astype(high.dtype)
 
 
-def _summed_delta(w: LoRA, axes: Sequence[int], precision: PrecisionLike) -> jax.Array:
+def _summed_delta(w: LoRA, axes: Sequence[int], precision: Precision) -> jax.Array:
     """The correction, summed over some of its axes."""
     *lead, n, m = range(w.ndim)
     rank = w.ndim
@@ -589,9 +595,7 @@ def rescale(primitive: Primitive, w: LoRA, x: jax.Array, **params: EqnParam) -> 
 
 
 @primitive_handler("convert_element_type")
-def cast_fields(
-    primitive: Primitive, w: LoRA, *, new_dtype: DTypeLike, **params: EqnParam
-) -> Result:
+def cast_fields(primitive: Primitive, w: LoRA, *, new_dtype: DType, **params: EqnParam) -> Result:
     """Casts to another floating dtype; wider factors keep theirs, for the sake of their gradients.
 
     A product still runs in the dtype of the dense product (`_working_dtype`).
@@ -603,6 +607,6 @@ def cast_fields(
     return _of_parts(w, cast, a, b)
 
 
-def _wider(old: DTypeLike, new: DTypeLike) -> DTypeLike:
+def _wider(old: DType, new: DType) -> DType:
     """The wider of two dtypes; the new one if they are equally wide."""
     return old if np.dtype(old).itemsize > np.dtype(new).itemsize else new

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.adapter import uniform
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -60,7 +59,7 @@ class Drawn(LoRAInit):
         return Parts(w, a, jnp.zeros((*lead, rank, m), w.dtype))
 
 
-def gaussian(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+def gaussian(key: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
     """Draws from a normal distribution of standard deviation `1 / rank`, as PEFT's 'gaussian' does."""
     return jax.random.normal(key, shape, dtype) / shape[-1]
 

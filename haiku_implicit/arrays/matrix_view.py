@@ -15,12 +15,11 @@ from haiku_implicit.core.array import ImplicitArray, has_equivalent, is_implicit
 from haiku_implicit.core.batch_axes import with_renamed_axes
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import axis_names
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.quantized.types.ruled import RuledWeight
 
 

@@ -10,10 +10,10 @@ from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.axes import Axes
 from haiku_implicit.arrays.concatenated import Concatenated
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
+from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.products.bilinear import Product, product_of
 

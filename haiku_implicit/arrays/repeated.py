@@ -9,17 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.sharding import Sharding
-from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive, Result
 from haiku_implicit.quantized.types.quantized_cache import QuantizedCache
 
 
@@ -176,7 +174,7 @@ def squeeze_repeated(primitive: Primitive, x: Repeated, *, dimensions: Sequence[
 
 @primitive_handler("convert_element_type")
 def cast_repeated(
-    primitive: Primitive, x: Repeated, *, new_dtype: DTypeLike, **params: EqnParam
+    primitive: Primitive, x: Repeated, *, new_dtype: DType, **params: EqnParam
 ) -> Result:
     """Casts to a wider dtype; to a narrower one in a copy, or gradients would be summed in it."""
     if not jnp.issubdtype(new_dtype, np.inexact):

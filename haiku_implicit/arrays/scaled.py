@@ -10,19 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
+from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import in_type, padded_spec
-from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
+from haiku_implicit.core.typing import Array, DType, EqnParam, EqnParams, Primitive, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products.ragged import row_numbers
@@ -274,7 +273,7 @@ def rescale(primitive: Primitive, w: ScaledMatrix, x: jax.Array, **params: EqnPa
 
 @primitive_handler("convert_element_type")
 def cast_scaled(
-    primitive: Primitive, w: ScaledMatrix, *, new_dtype: DTypeLike, **params: EqnParam
+    primitive: Primitive, w: ScaledMatrix, *, new_dtype: DType, **params: EqnParam
 ) -> Result:
     """Casts the matrix to another floating dtype; the scale keeps its digits."""
     if not jnp.issubdtype(new_dtype, np.floating):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.constant import (
     SymbolicConstant,
@@ -19,10 +18,9 @@ from haiku_implicit.arrays.constant import (
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ArrayValue, short
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
-from haiku_implicit.core.typing import EqnParam, Result
+from haiku_implicit.core.typing import DType, EqnParam, Primitive, Result
 
 # An optimizer that meets these zeros was not told which arrays are frozen.
 _WAY_OUT = "the gradient of a frozen array: hki.freeze_declared(optimizer) takes it"
@@ -63,7 +61,7 @@ class Zeros(SymbolicConstant, metaclass=_TellsTheWayOut):
       [0. 1. 2.]
     """
 
-    def __init__(self, *, shape: Sequence[int], dtype: DTypeLike = jnp.float32):
+    def __init__(self, *, shape: Sequence[int], dtype: DType = jnp.float32):
         super().__init__(0, shape=shape, dtype=jnp.float32 if dtype is None else dtype)
 
     def __repr__(self) -> str:

@@ -2,16 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, flatten_one_level
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive, Result
 
 
 @primitive_handler(compat.IDENTITIES)
@@ -80,9 +78,7 @@ def negate(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result
 
 
 @primitive_handler("convert_element_type")
-def cast(
-    primitive: Primitive, x: ImplicitArray, *, new_dtype: DTypeLike, **params: EqnParam
-) -> Result:
+def cast(primitive: Primitive, x: ImplicitArray, *, new_dtype: DType, **params: EqnParam) -> Result:
     """Casts the fields that have the tensor's dtype, so that the tensor has the new one."""
     both = (x.dtype, new_dtype)
     if x.linear_in is None or not all(jnp.issubdtype(d, jnp.floating) for d in both):

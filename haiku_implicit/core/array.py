@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core import compat, serialization
 from haiku_implicit.core.fields import (
@@ -24,7 +23,7 @@ from haiku_implicit.core.fields import (
     as_shape,
     canonical,
 )
-from haiku_implicit.core.typing import Array, Tree
+from haiku_implicit.core.typing import Array, Tree, TreeDef
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -485,12 +484,12 @@ def _unflatten(cls: type, aux: tuple[Any, ...], children: tuple[Any, ...]) -> Im
     return x
 
 
-def flatten(tree: Tree) -> tuple[list[Array], PyTreeDef]:
+def flatten(tree: Tree) -> tuple[list[Array], TreeDef]:
     """`jax.tree_util.tree_flatten` with an untyped structure, as JAX's stub of it lacks its methods."""
     return jax.tree_util.tree_flatten(tree)
 
 
-def flatten_one_level(x: Any) -> tuple[list[Array], PyTreeDef]:
+def flatten_one_level(x: Any) -> tuple[list[Array], TreeDef]:
     """Flattens a tree into leaves and structure; implicit arrays *within* `x` are leaves."""
     return jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x and is_implicit(y))
 

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten_one_level, num_batch_axes
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler, rules_for
-from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Primitive, Result
 
 # For parameters with one entry per axis: the entry that leaves an axis unchanged, from the length of
 # the axis and its place in the result.

@@ -6,10 +6,9 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 
 Axes = tuple[int, ...]
 

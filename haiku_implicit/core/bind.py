@@ -8,10 +8,10 @@ import jax
 from jax.interpreters import ad, partial_eval
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Array, EqnParams
+from haiku_implicit.core.typing import Array, EqnParams, Primitive
 
 
-def bind(primitive: compat.Primitive, operands: Sequence[Array], params: EqnParams) -> list[Array]:
+def bind(primitive: Primitive, operands: Sequence[Array], params: EqnParams) -> list[Array]:
     """Runs a primitive on dense operands.
 
     Under differentiation or `vmap`, JAX transforms a bare primitive again at every use, but a jitted
@@ -51,7 +51,7 @@ def _is_transformed(x: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted_primitive(primitive: compat.Primitive) -> Any:
+def _jitted_primitive(primitive: Primitive) -> Any:
     def fun(params: tuple[tuple[str, Any], ...], *operands: Array) -> list[Array]:
         return compat.bind(primitive, operands, dict(params))
 

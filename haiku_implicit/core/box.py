@@ -6,12 +6,11 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core import interpreter
 from haiku_implicit.core.array import flatten_one_level, is_implicit
 from haiku_implicit.core.sharding import mapped_first
-from haiku_implicit.core.typing import Array, Aval, EqnParams
+from haiku_implicit.core.typing import Array, Aval, EqnParams, TreeDef
 
 box_p = Primitive("box")
 
@@ -45,15 +44,15 @@ def box(x: Array) -> jax.Array:
     return box_p.bind(*leaves, treedef=treedef)
 
 
-def _materialize(*leaves: Array, treedef: PyTreeDef) -> jax.Array:
+def _materialize(*leaves: Array, treedef: TreeDef) -> jax.Array:
     return interpreter.materialize_array(treedef.unflatten(leaves))
 
 
-def _abstract(*leaves: Aval, treedef: PyTreeDef) -> jax.core.ShapedArray:
+def _abstract(*leaves: Aval, treedef: TreeDef) -> jax.core.ShapedArray:
     return treedef.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]).aval
 
 
-def _jvp(primals: Sequence[Array], tangents: Sequence[Array], *, treedef: PyTreeDef) -> Any:
+def _jvp(primals: Sequence[Array], tangents: Sequence[Array], *, treedef: TreeDef) -> Any:
     # The primal stays boxed, for an interpreter that runs the differentiated code.
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
@@ -70,7 +69,7 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Array], *, treedef: PyTree
     return out, jax.jvp(of_moving, *moved)[1]
 
 
-def _batch(leaves: Sequence[Array], axes: Any, *, treedef: PyTreeDef) -> Any:
+def _batch(leaves: Sequence[Array], axes: Any, *, treedef: TreeDef) -> Any:
     stacked = mapped_first(leaves, axes)
     boxed = treedef.unflatten(stacked).with_leading_axis(len(stacked[0]))
     if boxed is NotImplemented:

@@ -12,11 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.sharding import Sharding
-from jax.typing import DTypeLike
 
-from haiku_implicit.core.typing import Array, EqnParams, MeshLike, Tree
-
-Primitive = jax.extend.core.Primitive
+from haiku_implicit.core.typing import Array, DType, EqnParams, MeshLike, Primitive, Tree
 
 # For `jax.jit(inline=)`: puts the equations into the jaxpr, without a call. From JAX 0.12 on, True
 # inlines only at a later stage.
@@ -308,7 +305,7 @@ def is_explicit(sharding: Sharding | None) -> bool:
 
 def struct(
     shape: Sequence[int],
-    dtype: DTypeLike,
+    dtype: DType,
     weak_type: bool = False,
     like: Iterable[Array] = (),
     sharding: Sharding | None = None,

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.typing import Array, Tree
+from haiku_implicit.core.typing import Array, Tree, TreeDef
 
 IsLeaf = Callable[[Any], bool]
 
@@ -60,7 +59,7 @@ def opened(tree: Tree, is_leaf: IsLeaf = is_implicit, as_dicts: bool = False) ->
     return _with_nodes(leaves, treedef, found, is_leaf, as_dicts) if found else tree
 
 
-def flatten(tree: Tree, is_leaf: IsLeaf = is_implicit) -> tuple[list[Array], PyTreeDef]:
+def flatten(tree: Tree, is_leaf: IsLeaf = is_implicit) -> tuple[list[Array], TreeDef]:
     """`jax.tree.flatten` of `opened(tree)`."""
     leaves, treedef, found = _search(tree, is_leaf)
     if not found:
@@ -86,7 +85,7 @@ def _search(tree: Tree, is_leaf: IsLeaf) -> tuple[list[Any], Any, dict[int, Any]
 
 def _with_nodes(
     leaves: list[Array],
-    treedef: PyTreeDef,
+    treedef: TreeDef,
     found: dict[int, Any],
     is_leaf: IsLeaf,
     as_dicts: bool = False,
@@ -106,7 +105,7 @@ def _held_flat(x: Any) -> Array:
     """The contents of a flat mapping as a dict; None for anything else."""
     if isinstance(x, _NOT_FLAT) or is_implicit(x) or isinstance(x, jax.Array):
         return None
-    treedef: PyTreeDef
+    treedef: TreeDef
     children, treedef = jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x)
     _, static = treedef.node_data() or (None, None)
     if isinstance(x, Mapping) and isinstance(static, jax.tree_util.PyTreeDef):

@@ -14,9 +14,8 @@ from jax.extend.core import primitives as jex_primitives
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray
-from haiku_implicit.core.typing import Result
+from haiku_implicit.core.typing import Primitive, Result
 
-Primitive = compat.Primitive
 Rule = Callable[..., Result]
 
 _rules: dict[Primitive, list[plum.Method]] = {}

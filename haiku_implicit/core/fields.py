@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
-from jax.typing import DTypeLike
 
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType
 
 AUX = "haiku_implicit_aux"
 FROZEN_KEY = "haiku_implicit_frozen"
@@ -75,11 +74,11 @@ def as_shape(shape: Sequence[int]) -> tuple[Any, ...]:
         raise TypeError(f"shape: expected a sequence of integers, got {shape!r}") from None
 
 
-def as_dtype(dtype: DTypeLike) -> Any:
+def as_dtype(dtype: DType) -> Any:
     """Converts to NumPy's dtype; JAX's own dtype of random keys stays unchanged."""
     return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
 
 
-def canonical(dtype: DTypeLike) -> Any:
+def canonical(dtype: DType) -> Any:
     """Returns the dtype that JAX uses for this one: 32 bits instead of 64, except in x64 mode."""
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)

@@ -23,12 +23,12 @@ from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.interpreter import HIGHER_ORDER, densify, interpret
 from haiku_implicit.core.retrace import Retraced, Run, interpreted, retrace
 from haiku_implicit.core.sharding import leaf_places
-from haiku_implicit.core.typing import Array, EqnParams, Tree
+from haiku_implicit.core.typing import Array, EqnParams, Primitive, Tree
 
 Operands = list[Array]
 
 
-def handles(*primitives: compat.Primitive) -> Callable[[Any], Any]:
+def handles(*primitives: Primitive) -> Callable[[Any], Any]:
     """Registers the decorated function to run these primitives."""
 
     def register(fun: Any) -> Any:

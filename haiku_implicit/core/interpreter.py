@@ -29,14 +29,14 @@ from haiku_implicit.core.bind import bind, is_hashable
 from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
 from haiku_implicit.core.sharding import in_type
-from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, Result
+from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, Primitive, Result
 
 # For each primitive that carries a jaxpr (see `higher_order`), and for our own primitives (`box`,
 # `dense`), the function that runs it on implicit operands.
-HIGHER_ORDER: dict[compat.Primitive, Callable[[list[Array], EqnParams], list[Array]]] = {}
+HIGHER_ORDER: dict[Primitive, Callable[[list[Array], EqnParams], list[Array]]] = {}
 
 # Primitives that make implicit arrays from dense operands; see `box`.
-BOXES: set[compat.Primitive] = set()
+BOXES: set[Primitive] = set()
 
 
 def interpret(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
@@ -86,7 +86,7 @@ def _evaluate(eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
     return bind(eqn.primitive, operands, eqn.params)
 
 
-def apply(primitive: compat.Primitive, operands: Sequence[Array], params: EqnParams) -> list[Array]:
+def apply(primitive: Primitive, operands: Sequence[Array], params: EqnParams) -> list[Array]:
     """Runs one primitive on operands, some of them implicit.
 
     `dispatch.primitive_handler` lists the steps.
@@ -114,7 +114,7 @@ def apply(primitive: compat.Primitive, operands: Sequence[Array], params: EqnPar
     return bind(primitive, dense, params)
 
 
-def default_handler(primitive: compat.Primitive, *args: Array, **params: EqnParam) -> Result:
+def default_handler(primitive: Primitive, *args: Array, **params: EqnParam) -> Result:
     """Runs a primitive itself, for use within a rule.
 
     Args:
@@ -138,7 +138,7 @@ def default_handler(primitive: compat.Primitive, *args: Array, **params: EqnPara
 # --- rules -------------------------------------------------------------------------------------
 
 
-def _on_equivalents(primitive: compat.Primitive, *operands: Array, **params: EqnParam) -> Result:
+def _on_equivalents(primitive: Primitive, *operands: Array, **params: EqnParam) -> Result:
     """The rule of all types that define `equivalent`: runs the primitive on the equivalents."""
     others = [x.equivalent() if is_implicit(x) else x for x in operands]
     others = [x if y is NotImplemented else y for x, y in zip(operands, others, strict=True)]
@@ -148,7 +148,7 @@ def _on_equivalents(primitive: compat.Primitive, *operands: Array, **params: Eqn
 
 
 def _call_rule(
-    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Array], params: EqnParams
+    rule: dispatch.Rule, primitive: Primitive, operands: list[Array], params: EqnParams
 ) -> Result:
     """Calls a rule, which is traced once for operands of one structure with the same literals.
 
@@ -176,7 +176,7 @@ def _distinct(operands: Sequence[Array]) -> tuple[list[Any], tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted_rule(rule: dispatch.Rule, primitive: compat.Primitive) -> Any:
+def _jitted_rule(rule: dispatch.Rule, primitive: Primitive) -> Any:
     """Jits a rule with static parameters: JAX caches its traces, and `clear_caches` drops them."""
 
     def fun(about: Any, distinct: list[Array]) -> Any:
@@ -191,7 +191,7 @@ def _jitted_rule(rule: dispatch.Rule, primitive: compat.Primitive) -> Any:
 
 
 def _run_rule(
-    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Array], params: EqnParams
+    rule: dispatch.Rule, primitive: Primitive, operands: list[Array], params: EqnParams
 ) -> Result:
     """Runs a rule. If an operand is nested, the rule is traced and interpreted on the inner arrays."""
     if not any(is_implicit(x) and is_nested(x) for x in operands):
@@ -213,7 +213,7 @@ def _run_rule(
 
 
 def _run_own(
-    rule: dispatch.Rule, primitive: compat.Primitive, operands: list[Array], params: EqnParams
+    rule: dispatch.Rule, primitive: Primitive, operands: list[Array], params: EqnParams
 ) -> Any:
     """Runs a rule on operands whose fields are dense arrays."""
     taken = dispatch.keywords_of(rule)

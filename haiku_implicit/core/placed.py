@@ -14,7 +14,7 @@ from haiku_implicit.core.array import flatten, is_implicit
 from haiku_implicit.core.higher_order import Operands, handles
 from haiku_implicit.core.interpreter import HIGHER_ORDER, densify
 from haiku_implicit.core.sharding import leaf_places
-from haiku_implicit.core.typing import Array, EqnParams
+from haiku_implicit.core.typing import Array, EqnParams, Primitive
 
 
 @handles(jax.lax.sharding_constraint_p)
@@ -49,7 +49,7 @@ def put(operands: Operands, params: EqnParams) -> list[Array]:
     return list(jax.tree.unflatten(jax.tree.structure(values), out))
 
 
-def _reshard(primitive: compat.Primitive, operands: Operands, params: EqnParams) -> list[Array]:
+def _reshard(primitive: Primitive, operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.sharding.reshard` on the leaves, over explicit mesh axes."""
     (x,) = operands
     leaves, treedef = flatten(x)

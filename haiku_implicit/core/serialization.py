@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 from jax import export
-from jax.tree_util import PyTreeDef
+
+from haiku_implicit.core.typing import TreeDef
 
 T = TypeVar("T")
 
@@ -40,9 +41,7 @@ _nans: dict[str, Any] = {"NaN": np.nan}
 
 
 def register_node(
-    kind: type,
-    fields: Callable[[], tuple[Sequence[str], Sequence[str]]],
-    build: Any,
+    kind: type, fields: Callable[[], tuple[Sequence[str], Sequence[str]]], build: Any
 ) -> None:
     """Lets files of `jax.export` hold a type of pytree nodes, under its module and name.
 
@@ -72,7 +71,7 @@ def register_node(
 
 
 def _parts_by_jax(x: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    treedef: PyTreeDef
+    treedef: TreeDef
     children, treedef = jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x)
     return children, treedef.node_data()[1]
 
@@ -357,7 +356,7 @@ def _object_of(name: str, values: dict[str, Any]) -> Any:
     return _filled(_statics[name], (), [decode(values[field.name]) for field in fields])
 
 
-def _encode_structure(treedef: PyTreeDef) -> Any:
+def _encode_structure(treedef: TreeDef) -> Any:
     about, children = treedef.node_data(), list(map(_encode_structure, treedef.children()))
     if about is None:
         return "leaf"

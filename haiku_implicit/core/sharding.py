@@ -24,8 +24,7 @@ from haiku_implicit.core.array import (
     is_implicit,
     same_struct,
 )
-from haiku_implicit.core.compat import Primitive
-from haiku_implicit.core.typing import Array, EqnParams, MeshLike, Tree
+from haiku_implicit.core.typing import Array, EqnParams, MeshLike, Primitive, Tree
 
 # Types of places that apply to arrays of any rank.
 _PLACES: tuple[type, ...] = (type(None), jax.Device, SingleDeviceSharding)

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core import containers
 from haiku_implicit.core.array import has_symbolic_shape, is_implicit
 from haiku_implicit.core.interpreter import call_interpreted, densify, materialize_array
 from haiku_implicit.core.serialization import naming_lost_types
-from haiku_implicit.core.typing import Array, Tree
+from haiku_implicit.core.typing import Array, Tree, TreeDef
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,7 +76,7 @@ class Static(NamedTuple):
       leaves: for each leaf, a tuple of only this leaf if it is passed on unchanged; None for a value.
     """
 
-    treedef: PyTreeDef
+    treedef: TreeDef
     leaves: tuple[tuple[Any] | None, ...]
 
     @property
@@ -98,7 +97,7 @@ def split(tree: Tree) -> tuple[Static, list[Any]]:
 
 
 def split_leaves(
-    leaves: Sequence[Array], treedef: PyTreeDef, is_array: Callable[[Any], bool]
+    leaves: Sequence[Array], treedef: TreeDef, is_array: Callable[[Any], bool]
 ) -> tuple[Static, list[Any]]:
     """Splits a flat tree into its static part and the leaves for which `is_array` is true."""
     static = tuple(None if is_array(x) else (x,) for x in leaves)
@@ -170,11 +169,11 @@ def tree_leaves_with_implicit(tree: Tree) -> list[Array]:
     return containers.flatten(tree)[0]
 
 
-def tree_flatten_with_implicit(tree: Tree) -> tuple[list[Array], PyTreeDef]:
+def tree_flatten_with_implicit(tree: Tree) -> tuple[list[Array], TreeDef]:
     """`jax.tree.flatten` that treats each implicit array as one leaf."""
     return containers.flatten(tree)
 
 
-def tree_structure_with_implicit(tree: Tree) -> PyTreeDef:
+def tree_structure_with_implicit(tree: Tree) -> TreeDef:
     """`jax.tree.structure` that treats each implicit array as one leaf."""
     return containers.flatten(tree)[1]

@@ -8,6 +8,7 @@ and because Python and JAX lack types for trees, results of rules and parameters
 from typing import Any
 
 import jax
+import jax.extend.core
 import numpy as np
 
 # A dense array (of JAX or NumPy), an implicit one, or a tracer of either: a field of a type, or an
@@ -35,6 +36,13 @@ Result = Any
 # A parameter of a primitive, and all parameters of an equation by name. Each primitive has its own.
 EqnParam = Any
 EqnParams = dict[str, EqnParam]
+
+# Types of JAX, under shorter names: a primitive, the structure of a tree, and the values that JAX takes
+# for a dtype and for the precision of a product.
+Primitive = jax.extend.core.Primitive
+TreeDef = jax.tree_util.PyTreeDef
+DType = jax.typing.DTypeLike
+Precision = jax.lax.PrecisionLike
 
 # The abstract value of an array in a jaxpr. It has a shape and a dtype; the only class of them that
 # `jax.core` documents has neither.

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.typing import DTypeLike
 
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType
 
 # The names that safetensors gives to dtypes. Every version of it has them all.
 _NATIVE = {
@@ -91,7 +90,7 @@ def name_of(x: Any) -> str:
     return name
 
 
-def name_of_dtype(dtype: DTypeLike) -> str:
+def name_of_dtype(dtype: DType) -> str:
     """The name of a dtype of numbers, which `STORED` has if files can hold it."""
     return _NONE if dtype == jax.dtypes.float0 else np.dtype(dtype).name
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Union
 import haiku as hk
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core import serialization
 from haiku_implicit.core.array import (
@@ -24,7 +23,7 @@ from haiku_implicit.core.array import (
     materialized_struct,
     short,
 )
-from haiku_implicit.core.typing import Array, Json, Tree
+from haiku_implicit.core.typing import Array, Json, Tree, TreeDef
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import METADATA, CheckpointError, is_shape
 from haiku_implicit.files.parts import Part, parts_from_json, parts_to_json
@@ -505,7 +504,7 @@ def _is_part(x: ImplicitArray) -> bool:
 
 @functools.lru_cache(maxsize=1000)
 def _traced(
-    treedef: PyTreeDef, kinds: tuple[Any, ...], widest: Any, static: str
+    treedef: TreeDef, kinds: tuple[Any, ...], widest: Any, static: str
 ) -> tuple[tuple[int, ...], Any]:
     """The shape and dtype that `materialize` gives; cached, since most layers of a model are alike."""
     # Only for the cache's key: whether JAX has 64 bits; and 0.0, which equals 0 in a treedef.

@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
 
 def from_ggml(
-    data: np.ndarray, kind: Any, *, axis: int = -2, dtype: DTypeLike = jnp.float32
+    data: np.ndarray, kind: Any, *, axis: int = -2, dtype: DType = jnp.float32
 ) -> QuantizedMatrix:
     """Reads a quantized weight from the blocks of a GGUF file.
 

@@ -30,10 +30,7 @@ class Info(NamedTuple):
 
 
 def fields_of(
-    gguf: Any,
-    metadata: Mapping[str, Any],
-    source: Mapping[str, Field],
-    tensors: Sequence[Info],
+    gguf: Any, metadata: Mapping[str, Any], source: Mapping[str, Field], tensors: Sequence[Info]
 ) -> dict[str, Field]:
     """The metadata of a file.
 

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.typing import Array, Tree
+from haiku_implicit.core.typing import Array, DType, Tree
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.kinds import check_file, kind_of, not_a
 from haiku_implicit.files.shards import missing, names_of, numbered
@@ -35,7 +34,7 @@ def load_gguf(
     file: Any,
     names: Names,
     *,
-    dtype: DTypeLike | None = jnp.float32,
+    dtype: DType | None = jnp.float32,
     like: Tree = None,
     dequantize: Targets | None = None,
 ) -> dict[str, dict[str, Array]]:

@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.typing import Array, Json, Tree
+from haiku_implicit.core.typing import Array, DType, Json, Tree
 from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.interchange import bitsandbytes, gptq_awq, mlx
 from haiku_implicit.interchange.names import Names, places_of
@@ -38,7 +37,7 @@ def load_hugging_face(
     path: str | os.PathLike[str],
     names: Names,
     *,
-    dtype: DTypeLike | None = jnp.float32,
+    dtype: DType | None = jnp.float32,
     like: Tree = None,
     dequantize: Targets | None = None,
 ) -> dict[str, dict[str, Array]]:

@@ -7,14 +7,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.matrix_view import view_of
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
 from haiku_implicit.core.progress import bar
-from haiku_implicit.core.typing import Array, Tree
+from haiku_implicit.core.typing import Array, DType, Tree
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -55,7 +54,7 @@ def tree_of(
     names: Names,
     where: str,
     *,
-    dtype: DTypeLike | None,
+    dtype: DType | None,
     like: Tree,
     dequantize: Targets | None,
 ) -> dict[str, dict[str, Array]]:
@@ -173,7 +172,7 @@ def _dense_ones(placed: Mapping[str, _Placed], dequantize: Targets | None) -> se
 # --- values --------------------------------------------------------------------------------------
 
 
-def _read(placed: _Placed, where: str, dtype: DTypeLike, dense: bool) -> Array:
+def _read(placed: _Placed, where: str, dtype: DType, dense: bool) -> Array:
     """Reads a tensor as a parameter."""
     stored, place, in_file, shape = placed
     try:
@@ -199,7 +198,7 @@ def _read(placed: _Placed, where: str, dtype: DTypeLike, dense: bool) -> Array:
     return jax.block_until_ready(new)
 
 
-def _dense(value: np.ndarray, dtype: DTypeLike, where: str) -> Array:
+def _dense(value: np.ndarray, dtype: DType, where: str) -> Array:
     """A JAX array of a tensor's values; a NumPy array if JAX would drop bits."""
     floating = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
     # Always a copy: JAX may use the memory of its argument, and this may be a mapped file.
@@ -212,14 +211,14 @@ def _dense(value: np.ndarray, dtype: DTypeLike, where: str) -> Array:
     return jnp.asarray(copy) if same else copy
 
 
-def _warn_of_overflow(where: str, dtype: DTypeLike) -> None:
+def _warn_of_overflow(where: str, dtype: DType) -> None:
     warn_caller(
         f"{where}: has numbers that {np.dtype(dtype).name} does not have, which are beyond its range: "
         "they become infinite or NaN. dtype=None keeps the dtype of the file"
     )
 
 
-def _aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+def _aligned(shape: tuple[int, ...], dtype: DType) -> np.ndarray:
     """An array that JAX uses on a CPU without a copy, since it begins at a multiple of 64 bytes."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
@@ -233,7 +232,7 @@ def _as_placed(
     place: Place,
     axes: tuple[int, ...],
     shape: tuple[int, ...],
-    dtype: DTypeLike,
+    dtype: DType,
 ) -> Array:
     """A matrix with groups along its last axis, converted to the axes and the shape of a place."""
     lead = len(axes) - 2

@@ -4,15 +4,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import dense_struct, is_implicit
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> Any:
+def canonicalize_dtype(*args: Any, dtype: DType | None = None, inexact: bool = True) -> Any:
     """Returns the dtype to cast arrays to: the given dtype, or the dtype that they promote to.
 
     Args:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import jax
 
-from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
-from haiku_implicit.core.typing import Array, EqnParam
+from haiku_implicit.core.compat import ragged_dot_general_p
+from haiku_implicit.core.typing import Array, EqnParam, Primitive
 from haiku_implicit.params.quantizing.training import dot_general_by_bits
 from haiku_implicit.quantized.products.matmul import quantized_matmul_p
 

@@ -112,9 +112,7 @@ class Mox(Program):
         return f"<{type(self).__name__}: {own.shapes}: {outline.totals(own, sizes)}>"
 
     def to_html(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        values: Mapping[str, Any] | None = None,
+        self, path: str | os.PathLike[str] | None = None, values: Mapping[str, Any] | None = None
     ) -> str:
         """The expression as an HTML page: a tree that folds, with a search box and colors.
 

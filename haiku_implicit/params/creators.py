@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.lora_init import Initializer
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.box import box
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.typing import Array, State
+from haiku_implicit.core.typing import Array, DType, State
 from haiku_implicit.params.adapters.adding import add_lora
 from haiku_implicit.params.haiku.hooks import (
     Creator,
@@ -86,7 +85,7 @@ def zeros_creator(targets: Targets) -> Creator:
     edited = edited_alone(checked(functools.partial(zero_params, targets=targets)))
 
     def create(
-        next_creator: Any, shape: Sequence[int], dtype: DTypeLike, init: Any, context: Any
+        next_creator: Any, shape: Sequence[int], dtype: DType, init: Any, context: Any
     ) -> jax.Array:
         new = edited(*final_name(context), jax.ShapeDtypeStruct(shape, dtype))
         return next_creator(shape, dtype, (lambda *_: box(new)) if is_implicit(new) else init)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, is_implicit
@@ -19,7 +18,7 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import is_split, left_to_partitioner, padded_spec
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.numbers import formats, scales
 from haiku_implicit.quantized.numbers.encoding import Encoded, encode_rows
 from haiku_implicit.quantized.numbers.options import (
@@ -38,7 +37,7 @@ class QuantizeArguments(TypedDict, total=False):
     axis: int
     zero_point: bool
     calibration: str | None
-    scale_dtype: DTypeLike
+    scale_dtype: DType
     activation: str | None
 
 
@@ -106,12 +105,12 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
     def quantize(
         cls,
         w: Array,
-        dtype: DTypeLike,
+        dtype: DType,
         group_size: int | tuple[int, int] | str | None = None,
         axis: int = -2,
         zero_point: bool = False,
         calibration: str | None = None,
-        scale_dtype: DTypeLike | None = None,
+        scale_dtype: DType | None = None,
         moments: Array = None,
         activation: str | None = None,
     ) -> Self:
@@ -197,10 +196,10 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         scale: Array,
         offset: Array = None,
         *,
-        dtype: DTypeLike = "int4",
+        dtype: DType = "int4",
         axis: int = -2,
         padding: int = 0,
-        out_dtype: DTypeLike | None = None,
+        out_dtype: DType | None = None,
     ) -> Self:
         """Makes a matrix from a weight that comes quantized, in the storage order of the class.
 

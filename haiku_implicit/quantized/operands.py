@@ -11,10 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats, ranges
 from haiku_implicit.quantized.numbers.options import OperandConfig
@@ -115,7 +114,7 @@ def stored_operand(q: QuantizedMatrix) -> QuantizedOperand:
     return QuantizedOperand(codes, scale)
 
 
-def stored_matrix(x: QuantizedOperand, qtype: str, dtype: DTypeLike) -> QuantizedMatrix:
+def stored_matrix(x: QuantizedOperand, qtype: str, dtype: DType) -> QuantizedMatrix:
     """Returns the matrix that stores an operand, grouped along axis -2: inverse of `stored_operand`.
 
     Args:
@@ -166,7 +165,7 @@ def _storage(
     return unsigned, (codes - int(fmt.lowest)).astype(unsigned.dtype), offset
 
 
-def dequantize(x: QuantizedOperand, dtype: DTypeLike) -> jax.Array:
+def dequantize(x: QuantizedOperand, dtype: DType) -> jax.Array:
     """Returns the values of an operand, in a dtype."""
     values = x.codes.astype(x.wide)
     if x.zero_point is not None:

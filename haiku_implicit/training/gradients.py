@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import PyTreeDef
 
 from haiku_implicit.arrays import Zeros
 from haiku_implicit.core import containers
@@ -28,7 +27,7 @@ from haiku_implicit.core.array import (
 )
 from haiku_implicit.core.predicates import Targets, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
-from haiku_implicit.core.typing import Array, Params, Tree
+from haiku_implicit.core.typing import Array, Params, Tree, TreeDef
 
 # For `trainable_dense=`, by Haiku's names: tuning of only biases (Ben Zaken et al. 2021,
 # arXiv:2106.10199), and of the scales and offsets of normalizing layers (Zhao et al. 2023,
@@ -75,12 +74,12 @@ def slots_of(tree: Tree, path: Any = (), fields: Any = ()) -> list[Slot]:
     return found
 
 
-def treedef_of(tree: Tree) -> PyTreeDef:
+def treedef_of(tree: Tree) -> TreeDef:
     """The structure of a tree with a leaf for each slot."""
     return containers.flatten(tree, is_empty)[1]
 
 
-def align(treedef: PyTreeDef, tree: Tree, what: str) -> list[Array]:
+def align(treedef: TreeDef, tree: Tree, what: str) -> list[Array]:
     """Returns the value of another tree in each slot."""
     try:
         return treedef.flatten_up_to(containers.opened(tree, is_empty))
@@ -93,7 +92,7 @@ class _Slot:
     """A placeholder for an array in a tree."""
 
 
-def _difference(wanted: Any, found: PyTreeDef, path: tuple[str, ...] = ()) -> str:
+def _difference(wanted: Any, found: TreeDef, path: tuple[str, ...] = ()) -> str:
     """Describes the first implicit array that differs between two trees; empty if none does."""
     leaves, others = (
         {
@@ -129,7 +128,7 @@ def _kind(x: Any) -> str:
 
 
 def fill_slots(
-    treedef: PyTreeDef, flags: Sequence[bool], values: Sequence[Array], others: Sequence[Any]
+    treedef: TreeDef, flags: Sequence[bool], values: Sequence[Array], others: Sequence[Any]
 ) -> Tree:
     """Makes a tree with `values` in the marked slots, and `others` in the rest."""
     triples = zip(flags, values, others, strict=True)
@@ -216,7 +215,7 @@ def partition(params: Params, trainable_dense: Targets = True) -> tuple[Params, 
     return _part(slots, treedef, trained(slots, trainable_dense))
 
 
-def _part(slots: Sequence[Slot], treedef: PyTreeDef, flags: Sequence[bool]) -> tuple[Any, Any]:
+def _part(slots: Sequence[Slot], treedef: TreeDef, flags: Sequence[bool]) -> tuple[Any, Any]:
     values, nothing = [slot.value for slot in slots], [None] * len(slots)
     trainable = fill_slots(treedef, flags, values, nothing)
     return trainable, fill_slots(treedef, flags, nothing, values)

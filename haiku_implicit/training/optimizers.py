@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core.array import ImplicitArray, data_names
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import naming_lost_types
-from haiku_implicit.core.typing import Array, Params, State, Tree
+from haiku_implicit.core.typing import Array, Params, State, Tree, TreeDef
 from haiku_implicit.training.gradients import (
     Slot,
     align,
@@ -274,7 +273,7 @@ def _check_gradients(
             )
 
 
-def _masked(treedef: PyTreeDef, flags: Sequence[bool], values: Sequence[Array]) -> Tree:
+def _masked(treedef: TreeDef, flags: Sequence[bool], values: Sequence[Array]) -> Tree:
     return fill_slots(treedef, flags, values, [optax.MaskedNode()] * len(flags))
 
 

@@ -10,13 +10,12 @@ import numpy as np
 import optax
 from jax import export
 from jax.extend.core import Literal
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import flatten
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.serialization import register_tree_type
-from haiku_implicit.core.typing import Array, Params, State, Tree
+from haiku_implicit.core.typing import Array, DType, Params, State, Tree
 from haiku_implicit.quantized.numbers.options import is_positive_integer
 from haiku_implicit.quantized.types.quantized_blocks import QuantizedBlocks
 
@@ -39,7 +38,7 @@ export.register_namedtuple_serialization(
 
 def quantized_state(
     optimizer: optax.GradientTransformation,
-    dtype: DTypeLike = "int8",
+    dtype: DType = "int8",
     block: int = 256,
     min_size: int = 4096,
 ) -> optax.GradientTransformationExtraArgs:

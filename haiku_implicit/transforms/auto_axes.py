@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core import containers
 from haiku_implicit.core.array import flatten, is_implicit, num_batch_axes, short
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
-from haiku_implicit.core.typing import Tree
+from haiku_implicit.core.typing import Tree, TreeDef
 
 
 def auto_in_axes(tree: Tree, size: int, *, exclude: Targets | None = None) -> Tree:
@@ -65,7 +64,7 @@ def auto_in_axes(tree: Tree, size: int, *, exclude: Targets | None = None) -> Tr
             "auto_in_axes: the tree has a mapping that keeps its leaves flat, which cannot have an "
             "axis for some of them alone. Give a dict (hk.data_structures.to_mutable_dict)"
         )
-    treedef: PyTreeDef
+    treedef: TreeDef
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_implicit)
     leaves = [(*_names(path), x) for path, x in found]
     fitting = [np.ndim(x) > 0 and np.shape(x)[0] == size for *_, x in leaves]

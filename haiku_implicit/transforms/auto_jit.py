@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
-from haiku_implicit.core.typing import Tree
+from haiku_implicit.core.typing import Tree, TreeDef
 
 
 def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
@@ -187,7 +186,7 @@ class _Identity(_Part):
 class _Tree(_Part):
     """A tree, in which an implicit array is one leaf."""
 
-    treedef: PyTreeDef
+    treedef: TreeDef
     leaves: tuple[_Part, ...]
 
     def rebuild(self, made: _Rebuilt) -> Any:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
-from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Array, Aval, Params, State, Tree
+from haiku_implicit.core.typing import Array, Aval, Params, Primitive, State, Tree
 from haiku_implicit.mox.program.interface import by_path
 from haiku_implicit.mox.program.run import Piece
 from haiku_implicit.mox.program.tree import ModuleCall, Node
@@ -134,7 +133,7 @@ def of_one_element(
     return element_p.bind(*indices, *arrays, fun=fun, levels=levels, out=out)
 
 
-element_p = compat.Primitive("call_of_one_element")
+element_p = Primitive("call_of_one_element")
 element_p.multiple_results = True
 
 

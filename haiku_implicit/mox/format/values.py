@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Aval, Json, JsonObject
+from haiku_implicit.core.typing import Aval, DType, Json, JsonObject
 from haiku_implicit.files import dtypes
 from haiku_implicit.mox.format import templates
 from haiku_implicit.mox.show import view
@@ -81,7 +80,7 @@ def _dtypes() -> dict[str, Any]:
     return {**numbers, **keys, "float0": np.dtype(jax.dtypes.float0)}
 
 
-def dtype_to_json(dtype: DTypeLike) -> str:
+def dtype_to_json(dtype: DType) -> str:
     """The name of a dtype."""
     name = str(dtype) if _is_key(dtype) else dtypes.name_of_dtype(dtype)
     if name not in _dtypes():
@@ -98,7 +97,7 @@ def _is_dtype(x: Any) -> bool:
     return isinstance(x, np.dtype) or any(type(x) is type(y.dtype) for y in _key_kinds().values())
 
 
-def _is_key(dtype: DTypeLike) -> bool:
+def _is_key(dtype: DType) -> bool:
     return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.extended))
 
 

@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 from jax.interpreters import ad, batching, mlir
-from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.transform import Static, split_leaves
-from haiku_implicit.core.typing import Array, Aval, Tree
+from haiku_implicit.core.typing import Array, Aval, Primitive, Tree, TreeDef
 from haiku_implicit.mox.program.constants import same_structure
 
-mark_p = compat.Primitive("module_mark")
+mark_p = Primitive("module_mark")
 mark_p.multiple_results = True
 
 
@@ -242,7 +241,7 @@ def _parts(x: Any) -> tuple[list[Any], Any]:
     return jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x)
 
 
-def _fill(x: Any, children: Sequence[Any], treedef: PyTreeDef) -> bool:
+def _fill(x: Any, children: Sequence[Any], treedef: TreeDef) -> bool:
     """Replaces the children of a container in place; returns whether that is possible."""
     if type(x) in _BUILT_IN:
         in_order = isinstance(x, list | collections.OrderedDict)

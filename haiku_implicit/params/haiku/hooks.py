@@ -18,12 +18,11 @@ import haiku as hk
 import jax
 import numpy as np
 from jax.extend.core import Var
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.box import box
 from haiku_implicit.core.keys import KeySource
 from haiku_implicit.core.predicates import path_of
-from haiku_implicit.core.typing import Array, Tree
+from haiku_implicit.core.typing import Array, DType, Tree
 from haiku_implicit.params.trees.one_by_one import editing_one_by_one, is_one_of_many
 from haiku_implicit.training.gradients import Slot, is_empty, slots_of, trained, treedef_of
 
@@ -68,7 +67,7 @@ def creator(edit: Edit) -> Creator:
     edited = edited_alone(edit)
 
     def create(
-        next_creator: Any, shape: Sequence[int], dtype: DTypeLike, init: Any, context: Any
+        next_creator: Any, shape: Sequence[int], dtype: DType, init: Any, context: Any
     ) -> jax.Array:
         value = next_creator(shape, dtype, init)
         return value if is_one_of_many() else box(edited(*final_name(context), value))

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
-from jax.typing import DTypeLike
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.predicates import path_of
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.params.trees.selection import (
     Parameter,
     describe,
@@ -98,7 +97,7 @@ class QuantizeOptions:
     axis: int = -2
     zero_point: bool = False
     calibration: str | None = None
-    scale_dtype: DTypeLike | None = None
+    scale_dtype: DType | None = None
     activation: str | None = None
 
     def __post_init__(self) -> None:

@@ -10,12 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.lax import PrecisionLike
-from jax.tree_util import PyTreeDef
-from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType, Precision, TreeDef
 from haiku_implicit.quantized import operands
 from haiku_implicit.quantized.cpu import build
 from haiku_implicit.quantized.layout import Order, sizes
@@ -35,10 +32,10 @@ _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
 def applies(
     x: Array,
     leaves: Sequence[Array],
-    treedef: PyTreeDef,
+    treedef: TreeDef,
     order: Any,
-    precision: PrecisionLike,
-    dtype: DTypeLike,
+    precision: Precision,
+    dtype: DType,
 ) -> bool:
     """Whether there is a kernel for a product.
 
@@ -65,7 +62,7 @@ def applies(
 
 
 def native_matmul(
-    x: jax.Array, *leaves: jax.Array, treedef: PyTreeDef, order: Any, dtype: DTypeLike, **_: Any
+    x: jax.Array, *leaves: jax.Array, treedef: TreeDef, order: Any, dtype: DType, **_: Any
 ) -> Any:
     """Computes the product with a native kernel, in float32 or integer sums.
 

@@ -20,12 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.lax import PrecisionLike
-from jax.tree_util import PyTreeDef
-from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType, Precision, TreeDef
 from haiku_implicit.quantized.gpu import kernels
 from haiku_implicit.quantized.gpu.tiles import Plan, columns, parts, plan_of
 from haiku_implicit.quantized.layout import Order, matrices
@@ -66,9 +63,9 @@ def supported() -> bool:
 def applies(
     x: Array,
     leaves: Sequence[Array],
-    treedef: PyTreeDef,
-    precision: PrecisionLike,
-    dtype: DTypeLike,
+    treedef: TreeDef,
+    precision: Precision,
+    dtype: DType,
     **_: Any,
 ) -> bool:
     """Whether the kernel serves these operands: codes of 8, 4, 2 or 1 bits, floats up to float32."""
@@ -93,10 +90,10 @@ def applies(
 def pallas_matmul(
     x: jax.Array,
     *leaves: jax.Array,
-    treedef: PyTreeDef,
+    treedef: TreeDef,
     order: Order,
-    precision: PrecisionLike,
-    dtype: DTypeLike,
+    precision: Precision,
+    dtype: DType,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes `x @ q` for a batch of matrices, given by leaves.

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.lax import PrecisionLike
-from jax.typing import DTypeLike
 
+from haiku_implicit.core.typing import DType, Precision
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
@@ -78,8 +77,8 @@ class Plan(NamedTuple):
     tile: Tile
     m: int
     along_rows: bool
-    operand: DTypeLike  # the dtype of the operands of a product; sums are float32
-    precision: PrecisionLike
+    operand: DType  # the dtype of the operands of a product; sums are float32
+    precision: Precision
 
     @property
     def few(self) -> bool:
@@ -87,9 +86,7 @@ class Plan(NamedTuple):
         return self.m <= FEW and not self.along_rows
 
 
-def plan_of(
-    m: int, batch: int, q: QuantizedMatrix, dtype: DTypeLike, precision: PrecisionLike
-) -> Plan:
+def plan_of(m: int, batch: int, q: QuantizedMatrix, dtype: DType, precision: Precision) -> Plan:
     """Plans the product of `[batch, m, i]` of this dtype and `[batch, i, o]`."""
     along_rows = q.axis == -1
     rows, length = q.shape[-2:] if along_rows else q.shape[:-3:-1]

@@ -127,10 +127,7 @@ _REFITS = 4  # how often the best candidate is refitted to its own codes
 # Jitted, like the other loops here, so that all weights of a shape share one compiled program.
 @functools.partial(jax.jit, static_argnums=1)
 def _mse(
-    w: jax.Array,
-    fmt: Format,
-    rounding: Rounding = _UNCHANGED,
-    weight: jax.Array | float = 1.0,
+    w: jax.Array, fmt: Format, rounding: Rounding = _UNCHANGED, weight: jax.Array | float = 1.0
 ) -> Scales:
     """Searches smaller and larger ranges for the scales of least squared error.
 

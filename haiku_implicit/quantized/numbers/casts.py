@@ -4,13 +4,14 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+
+from haiku_implicit.core.typing import DType
 
 # Numbers per comparison, so that a large tensor does not need a second one of its size.
 _BLOCK = 2**20
 
 
-def may_overflow(old: DTypeLike, new: DTypeLike) -> bool:
+def may_overflow(old: DType, new: DType) -> bool:
     """Whether some finite numbers of a floating dtype do not round to finite numbers of another.
 
     Args:
@@ -40,7 +41,7 @@ def overflows(values: np.ndarray, new: np.ndarray) -> bool:
     return False
 
 
-def largest_before_overflow(dtype: DTypeLike) -> float:
+def largest_before_overflow(dtype: DType) -> float:
     """Returns the largest number that rounds to a finite one: half a step above the dtype's largest."""
     info = jnp.finfo(dtype)
     largest = float(info.max)

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.numbers import calibration, formats, gptq, options, scales
 from haiku_implicit.quantized.numbers.extremes import largest
 
@@ -43,11 +42,11 @@ class Encoded:
 
 def encode_rows(
     stored: jax.Array,
-    dtype: DTypeLike,
+    dtype: DType,
     group_size: Any = None,
     zero_point: bool = False,
     method: str | None = None,
-    scale_dtype: DTypeLike | None = None,
+    scale_dtype: DType | None = None,
     moments: jax.Array | None = None,
 ) -> Encoded:
     """Encodes the rows of a stored matrix as codes, scales and offsets.
@@ -258,7 +257,7 @@ def _importance(stored: jax.Array, moments: jax.Array, tile: tuple[int, int]) ->
     return _blocks(jnp.broadcast_to(moments[..., None, :], stored.shape), tile)
 
 
-def _prescribed(name: str, given: Any, needed: Any, dtype: DTypeLike) -> Any:
+def _prescribed(name: str, given: Any, needed: Any, dtype: DType) -> Any:
     if given not in (None, needed):
         raise ValueError(f"{name}: {dtype!r} has {needed!r}, got {given!r}; leave it out")
     return needed

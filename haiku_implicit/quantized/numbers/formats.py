@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
+
+from haiku_implicit.core.typing import DType
 
 from haiku_implicit.core import compat
 
@@ -244,7 +245,7 @@ def find(name: Any, option: str = "dtype", also: Iterable[str] = ()) -> Format:
     return FORMATS[key]
 
 
-def _dtype_name(dtype: DTypeLike) -> str:
+def _dtype_name(dtype: DType) -> str:
     try:
         return np.dtype(dtype).name
     except TypeError:
@@ -382,12 +383,12 @@ def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, list[Pl
 # --- values ------------------------------------------------------------------------------------
 
 
-def arithmetic_dtype(dtype: DTypeLike) -> np.dtype:
+def arithmetic_dtype(dtype: DType) -> np.dtype:
     """Returns the dtype to compute values in: float64 for float64 scales, else float32."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
-def decode(codes: jax.Array, dtype: DTypeLike, fmt: Format) -> jax.Array:
+def decode(codes: jax.Array, dtype: DType, fmt: Format) -> jax.Array:
     """Returns the values of unpacked codes, before scale and offset."""
     if fmt.table is not None:
         return jnp.asarray(fmt.table, dtype).at[codes].get(mode="promise_in_bounds")
@@ -463,7 +464,7 @@ def nearest(relative: jax.Array, fmt: Format) -> jax.Array:
     return jnp.clip(codes, fmt.lowest + fmt.bias, fmt.largest + fmt.bias).astype(fmt.dtype)
 
 
-def _rounded_to_float8(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _rounded_to_float8(x: jax.Array, dtype: DType) -> jax.Array:
     """Rounds to the nearest 8-bit floats; casts of some XLA versions round twice, through float16."""
     info = jnp.finfo(dtype)
     exponent = jnp.maximum(jnp.frexp(x)[1] - 1, int(info.minexp))

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.literals import at_trace_time
+from haiku_implicit.core.typing import DType
 from haiku_implicit.quantized.numbers.calibration import Rounding, Scales
 from haiku_implicit.quantized.numbers.formats import FORMATS, Format
 
@@ -66,7 +66,7 @@ def store(
     return stored, Lost(large, (difference > jnp.abs(found.scale) / 8).any())
 
 
-def check(lost: Lost | None, dtype: DTypeLike | None) -> None:
+def check(lost: Lost | None, dtype: DType | None) -> None:
     """Raises for scales that are known to be out of the range of their dtype.
 
     Raises:
@@ -93,7 +93,7 @@ def runs_of(name: str | None) -> Runs | None:
     return Runs(code, int(length)) if comma else None
 
 
-def name_of(dtype: DTypeLike | None, fmt: Format) -> str | None:
+def name_of(dtype: DType | None, fmt: Format) -> str | None:
     """Returns the name of the storage of scales.
 
     Args:
@@ -149,7 +149,7 @@ def rounding(name: str | None) -> Rounding:
     return Rounding(nearest)
 
 
-def _name(dtype: DTypeLike | None) -> str | None:
+def _name(dtype: DType | None) -> str | None:
     if dtype is None or isinstance(dtype, str):
         return dtype
     try:

@@ -16,13 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, Sharding
-from jax.typing import DTypeLike
 
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.interpreter import interpret
-from haiku_implicit.core.typing import Array, EqnParam, EqnParams
+from haiku_implicit.core.typing import Array, DType, EqnParam, EqnParams, Precision, Primitive
 from haiku_implicit.quantized.numbers.options import OperandConfig
 from haiku_implicit.quantized.numbers.ranges import ScaledAxes
 from haiku_implicit.quantized.operands import QuantizedOperand, dequantize
@@ -73,7 +70,7 @@ class Product:
     """
 
     primal: Callable[..., jax.Array]
-    precision: PrecisionLike
+    precision: Precision
     axes: tuple[Axes, Axes]
     summed: tuple[tuple[int, int], ...]
     separable: bool
@@ -86,14 +83,14 @@ class Product:
     def forward(self, others: Others) -> Bilinear:
         """Returns the product of `lhs` and `rhs`, given its other arguments."""
 
-        def fun(lhs: Array, rhs: Array, dtype: DTypeLike) -> jax.Array:
+        def fun(lhs: Array, rhs: Array, dtype: DType) -> jax.Array:
             precision = None if _is_code(lhs) else self.precision
             return self.primal(lhs, rhs, *others, precision=precision, preferred_element_type=dtype)
 
         return Bilinear(fun, self.axes, self.summed, self.separable, self.group_sizes(others))
 
     def plain(
-        self, lhs: Array, rhs: Array, *others: Array, dtype: DTypeLike | None = None
+        self, lhs: Array, rhs: Array, *others: Array, dtype: DType | None = None
     ) -> jax.Array:
         """Computes the product of dense arrays."""
         return self.forward(others).fun(lhs, rhs, dtype)
@@ -122,7 +119,7 @@ class Product:
 
             return jax.linear_transpose(forward, struct)(gradient)
 
-        def fun(gradient: Array, other: Any, dtype: DTypeLike) -> jax.Array:
+        def fun(gradient: Array, other: Any, dtype: DType) -> jax.Array:
             return _summed_in(dtype, dense, gradient, other, *others)
 
         return Bilinear(
@@ -149,7 +146,7 @@ def scaled_axes(product: Product | Bilinear, side: int, config: OperandConfig) -
 def dot_product(
     ndims: tuple[int, int],
     numbers: EqnParam,
-    precision: PrecisionLike = None,
+    precision: Precision = None,
     out_sharding: Sharding | None = None,
 ) -> Product:
     """Returns the product `jax.lax.dot_general` of operands with `ndims` axes."""
@@ -174,7 +171,7 @@ def conv_product(
     dimension_numbers: EqnParam = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: PrecisionLike = None,
+    precision: Precision = None,
     out_sharding: Sharding | None = None,
     **window: Any,
 ) -> Product:
@@ -201,7 +198,7 @@ def conv_product(
     )
 
 
-def ragged_product(precision: PrecisionLike = None, group_offset: Array = None) -> Product:
+def ragged_product(precision: Precision = None, group_offset: Array = None) -> Product:
     """Returns the product `jax.lax.ragged_dot`, whose third operand has the sizes of the groups."""
     return Product(
         functools.partial(jax.lax.ragged_dot, group_offset=group_offset),
@@ -239,7 +236,7 @@ def _sharded(out_sharding: Sharding | None) -> dict[str, Any]:
 
 
 def _summed_in(
-    dtype: DTypeLike, fun: Callable[..., Any], a: Array, b: Array, *others: Array
+    dtype: DType, fun: Callable[..., Any], a: Array, b: Array, *others: Array
 ) -> jax.Array:
     """Calls a function of two float32 arrays, one product, for other dtypes; it sums in `dtype`.
 
@@ -283,7 +280,7 @@ def _is_integer(x: Array) -> bool:
 
 
 def multiply(
-    product: Bilinear, a: Operand, b: Operand, dtype: DTypeLike, out_dtype: DTypeLike
+    product: Bilinear, a: Operand, b: Operand, dtype: DType, out_dtype: DType
 ) -> jax.Array:
     """Computes a product of operands that may be quantized.
 
@@ -318,7 +315,7 @@ def multiply(
 
 
 def _product_of_codes(
-    product: Bilinear, a: QuantizedOperand, b: QuantizedOperand, out_dtype: DTypeLike
+    product: Bilinear, a: QuantizedOperand, b: QuantizedOperand, out_dtype: DType
 ) -> Callable[[], jax.Array] | None:
     """Returns a function that multiplies codes and scales the sums; None if the scales prevent it."""
     tiles = _tiles(product, a, b) if a.multiplies and b.multiplies else None

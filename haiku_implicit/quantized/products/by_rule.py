@@ -12,14 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.lax import PrecisionLike
 from jax.sharding import Sharding
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.keys import as_key
-from haiku_implicit.core.typing import Array, EqnParam
+from haiku_implicit.core.typing import Array, DType, EqnParam, Precision
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.activation_stats import QuantStats
 from haiku_implicit.quantized.products.bilinear import (
@@ -37,8 +35,8 @@ def dot_general(
     lhs: Array,
     rhs: Array,
     dimension_numbers: EqnParam,
-    precision: PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+    precision: Precision = None,
+    preferred_element_type: DType | None = None,
     *,
     rule: QuantRule,
     out_sharding: Sharding | None = None,
@@ -93,8 +91,8 @@ def conv_general_dilated(
     dimension_numbers: EqnParam = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+    precision: Precision = None,
+    preferred_element_type: DType | None = None,
     *,
     rule: QuantRule,
     out_sharding: Sharding | None = None,
@@ -156,8 +154,8 @@ def ragged_dot(
     lhs: Array,
     rhs: Array,
     group_sizes: Array,
-    precision: PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+    precision: Precision = None,
+    preferred_element_type: DType | None = None,
     group_offset: Array = None,
     *,
     rule: QuantRule,
@@ -207,7 +205,7 @@ def _by_rule(
     others: Others,
     rule: QuantRule,
     are_weights: tuple[bool, bool],
-    dtype: DTypeLike | None,
+    dtype: DType | None,
     key: jax.Array | None,
     stats: QuantStats | None,
 ) -> jax.Array:

@@ -11,17 +11,14 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.lax import PrecisionLike
 from jax.sharding import Sharding
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import ImplicitArray
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.keys import as_key
 from haiku_implicit.core.transform import use_implicit_args
-from haiku_implicit.core.typing import Array, EqnParam
+from haiku_implicit.core.typing import Array, DType, EqnParam, Precision, Primitive
 from haiku_implicit.quantized.products import by_rule
 from haiku_implicit.quantized.products.rules import QuantRule
 
@@ -30,8 +27,8 @@ def einsum(
     subscripts: str,
     *operands: Array,
     rule: QuantRule,
-    precision: PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
+    precision: Precision = None,
+    preferred_element_type: DType | None = None,
     out_sharding: Sharding | None = None,
     weights: int | Sequence[int] = -1,
     key: jax.Array | None = None,

@@ -21,13 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.lax import PrecisionLike
-from jax.tree_util import PyTreeDef
-from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import mapped_first
-from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams
+from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, EqnParams, Precision, TreeDef
 from haiku_implicit.quantized.cpu import native
 from haiku_implicit.quantized.gpu import pallas
 from haiku_implicit.quantized.layout import Order, matrices, sizes
@@ -49,7 +46,7 @@ quantized_matmul_p = Primitive("quantized_matmul")
 
 
 def quantized_matmul(
-    x: jax.Array, q: QuantizedMatrix, *, order: Order, precision: PrecisionLike, dtype: DTypeLike
+    x: jax.Array, q: QuantizedMatrix, *, order: Order, precision: Precision, dtype: DType
 ) -> jax.Array:
     """Computes `x @ q` for a batch of matrices, without a dense copy of them.
 
@@ -73,9 +70,7 @@ def quantized_matmul(
     return quantized_matmul_p.bind(*operands, mesh=needs_devices(), **params)
 
 
-def _abstract(
-    x: Aval, *leaves: Aval, treedef: PyTreeDef, order: Any, dtype: DTypeLike, **_: Any
-) -> Any:
+def _abstract(x: Aval, *leaves: Aval, treedef: TreeDef, order: Any, dtype: DType, **_: Any) -> Any:
     columns = sizes(treedef.unflatten(leaves), order)[-1]
     return x.update(shape=(*x.shape[:-1], columns), dtype=dtype, weak_type=False)
 
@@ -132,7 +127,7 @@ def _of_product(params: EqnParams) -> dict[str, Any]:
 
 
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Array], *, treedef: PyTreeDef, **params: EqnParam
+    primals: Sequence[Array], tangents: Sequence[Array], *, treedef: TreeDef, **params: EqnParam
 ) -> tuple[Array, Array]:
     """Differentiates the product: linear in the activations, and in scale and offset together."""
     bind = functools.partial(quantized_matmul_p.bind, treedef=treedef, **params)
@@ -160,9 +155,9 @@ def _transpose(
     ct: Array,
     x: Array,
     *leaves: Array,
-    treedef: PyTreeDef,
+    treedef: TreeDef,
     order: Any,
-    precision: PrecisionLike,
+    precision: Precision,
     **_: Any,
 ) -> Any:
     nothing = [None] * (1 + len(leaves))
@@ -181,9 +176,9 @@ def _transpose_scales(
     ct: Array,
     x: Array,
     leaves: Sequence[Array],
-    treedef: PyTreeDef,
+    treedef: TreeDef,
     order: Order,
-    precision: PrecisionLike,
+    precision: Precision,
 ) -> list[jax.Array]:
     codes, *undefined = leaves
     structs = [jax.ShapeDtypeStruct(s.aval.shape, s.aval.dtype) for s in undefined]
@@ -210,9 +205,9 @@ class _GradientsOfScales:
       names: the names of their axes.
     """
 
-    treedef: PyTreeDef
+    treedef: TreeDef
     order: Order
-    precision: PrecisionLike
+    precision: Precision
     structs: tuple[tuple[tuple[int, ...], Any], ...]
     names: Names
 

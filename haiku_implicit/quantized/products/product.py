@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
+from haiku_implicit.core.typing import DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers.options import OperandConfig
 from haiku_implicit.quantized.numbers.ranges import Limits
@@ -72,7 +72,7 @@ def quantized_product(
     operands: tuple[jax.Array | QuantizedMatrix, jax.Array | QuantizedMatrix],
     others: Others = (),
     *,
-    dtype: DTypeLike | None = None,
+    dtype: DType | None = None,
     key: jax.Array | None = None,
     stats: QuantStats | None = None,
 ) -> jax.Array:
@@ -191,7 +191,7 @@ def _backward(
 
 
 def _gradient(
-    product: Product, side: int, config: ProductConfig, kept: Inputs, g: jax.Array, dtype: DTypeLike
+    product: Product, side: int, config: ProductConfig, kept: Inputs, g: jax.Array, dtype: DType
 ) -> jax.Array:
     """Returns an operand's gradient: a product of the incoming gradient and the other operand."""
     of_gradient = (config.dlhs_grad, config.drhs_grad)[side]

@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import export
 from jax.sharding import Sharding
-from jax.tree_util import PyTreeDef
 
 from haiku_implicit.core.binary import BinaryCall
 from haiku_implicit.core.sharding import is_split
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, EqnParam, Result, TreeDef
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.blocks import slices
 from haiku_implicit.quantized.products.by_parts import (
@@ -182,7 +181,7 @@ class _StoredProduct:
 
     numbers: RowNumbers
     options: tuple[tuple[str, Any], ...]
-    treedef: PyTreeDef
+    treedef: TreeDef
 
     def __call__(self, x: jax.Array, *others: jax.Array, parts: Parts) -> jax.Array:
         *leaves, sizes = others

@@ -10,11 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.lax import PrecisionLike
-from jax.tree_util import PyTreeDef
-from jax.typing import DTypeLike
 
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType, Precision, TreeDef
 from haiku_implicit.quantized.layout import Order, matrices
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.operands import quantize_rows, rounded_rows, stored_operand
@@ -30,10 +27,10 @@ _BLOCK = 1 << 15
 def product(
     x: jax.Array,
     *leaves: jax.Array,
-    treedef: PyTreeDef,
+    treedef: TreeDef,
     order: Order,
-    precision: PrecisionLike,
-    dtype: DTypeLike,
+    precision: Precision,
+    dtype: DType,
 ) -> jax.Array:
     """Computes the product with a batch of matrices, with the primitive's arguments and result.
 
@@ -51,7 +48,7 @@ def product(
 
 
 def _product_of_one(
-    x: jax.Array, q: QuantizedMatrix, precision: PrecisionLike, dtype: DTypeLike
+    x: jax.Array, q: QuantizedMatrix, precision: Precision, dtype: DType
 ) -> jax.Array:
     """Computes `[m, i] @ [i, o]`: a sum over blocks, or columns of the result from each block."""
     summed = q.axis == -1
@@ -84,8 +81,8 @@ def gradients_of_scales(
     x: jax.Array,
     codes: jax.Array,
     zeros: Array,
-    treedef: PyTreeDef,
-    precision: PrecisionLike,
+    treedef: TreeDef,
+    precision: Precision,
 ) -> Any:
     """Returns the gradients with respect to scales and offsets, `[batch, rows, groups]` each.
 

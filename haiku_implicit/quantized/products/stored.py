@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall
-from haiku_implicit.core.compat import Primitive
-from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
+from haiku_implicit.core.typing import Array, DType, EqnParam, EqnParams, Primitive, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.bilinear import product_of
 from haiku_implicit.quantized.products.blocks import BLOCKED_FROM, over_blocks, slices
@@ -63,7 +61,7 @@ def _dense(call: BinaryCall, x: jax.Array, q: jax.Array, **changes: Any) -> Any:
 # --- as products of matrices ---------------------------------------------------------------------
 
 
-def _row_axis(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, dtype: DTypeLike) -> int | None:
+def _row_axis(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, dtype: DType) -> int | None:
     """Returns the axis of `q` that makes matrices with the axis that is stored in groups.
 
     One of the two is contracted. None: this is not a product of matrices.
@@ -84,7 +82,7 @@ def _row_axis(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, dtype: DTypeLi
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _as_matmul(
-    call: BinaryCall, x: jax.Array, q: QuantizedMatrix, row: int, dtype: DTypeLike
+    call: BinaryCall, x: jax.Array, q: QuantizedMatrix, row: int, dtype: DType
 ) -> jax.Array:
     """Computes the product as a product of `[batch..., m..., i]` and `[batch..., i, o]`."""
     ((x_contracted,), (contracted,)), (x_batch, q_batch) = call.contracted, call.batch
@@ -182,7 +180,7 @@ def _blocks(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, out: Array) -> _
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _in_blocks(
-    call: BinaryCall, x: jax.Array, q: QuantizedMatrix, blocks: _Blocks, dtype: DTypeLike
+    call: BinaryCall, x: jax.Array, q: QuantizedMatrix, blocks: _Blocks, dtype: DType
 ) -> jax.Array:
     """Computes the product block after block."""
     changes = {}

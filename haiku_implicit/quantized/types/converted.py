@@ -6,14 +6,13 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
+from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.materialization import Remark, emit
-from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
+from haiku_implicit.core.typing import Array, DType, EqnParam, EqnParams, Primitive, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.bilinear import Product, product_of
 
@@ -141,7 +140,7 @@ def check_scaled(
 
 @primitive_handler("convert_element_type")
 def check_cast(
-    primitive: Primitive, w: ConvertedMatrix, *, new_dtype: DTypeLike, **params: EqnParam
+    primitive: Primitive, w: ConvertedMatrix, *, new_dtype: DType, **params: EqnParam
 ) -> Result:
     """Warns of a cast that may lose something: training quantizes the cast weight."""
     if jnp.promote_types(w.dtype, new_dtype) != np.dtype(new_dtype):

@@ -7,26 +7,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
+from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.typing import Array, EqnParam
+from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 
 def fake_quantize(
     x: Array,
-    dtype: DTypeLike,
+    dtype: DType,
     group_size: Any = None,
     axis: int = -2,
     zero_point: bool = False,
     calibration: str | None = None,
-    scale_dtype: DTypeLike | None = None,
+    scale_dtype: DType | None = None,
 ) -> jax.Array:
     """Rounds values to the values of a format; the gradient is the identity's.
 

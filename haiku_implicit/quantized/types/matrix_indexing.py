@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.batch_axes import with_renamed_axes, without_whole_axes
-from haiku_implicit.core.compat import Primitive
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.typing import EqnParam, Result
+from haiku_implicit.core.typing import EqnParam, Primitive, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products.blocks import slices

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from jax.typing import DTypeLike
 
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
+from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.sharding import left_to_partitioner, result_sharding
-from haiku_implicit.core.typing import EqnParam, Result
+from haiku_implicit.core.typing import DType, EqnParam, Primitive, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products.convolution import convolve
@@ -112,7 +111,7 @@ def cast(
     primitive: Primitive,
     w: QuantizedMatrix,
     *,
-    new_dtype: DTypeLike,
+    new_dtype: DType,
     sharding: EqnParam = None,
     **params: EqnParam,
 ) -> Result:

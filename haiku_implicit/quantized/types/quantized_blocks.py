@@ -7,12 +7,11 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.fields import aux_field, frozen_field
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.numbers import calibration, formats
 from haiku_implicit.quantized.numbers.extremes import largest, smallest
 from haiku_implicit.quantized.numbers.options import is_positive_integer
@@ -52,7 +51,7 @@ class QuantizedBlocks(ImplicitArray):
     format: str = aux_field(default="int8")
 
     @classmethod
-    def quantize(cls, x: Array, dtype: DTypeLike, block: int = 256) -> Self:
+    def quantize(cls, x: Array, dtype: DType, block: int = 256) -> Self:
         """Quantizes an array in blocks.
 
         Args:

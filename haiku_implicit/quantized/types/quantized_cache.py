@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.core.array import flatten
-from haiku_implicit.core.compat import Primitive, vary_like
+from haiku_implicit.core.compat import vary_like
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.typing import EqnParam, Result
+from haiku_implicit.core.typing import EqnParam, Primitive, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 
@@ -116,9 +116,7 @@ def _takes_vectors(w: QuantizedMatrix) -> bool:
 
 
 def _write(
-    w: QuantizedCache,
-    new: QuantizedMatrix,
-    write: Callable[[jax.Array, jax.Array], jax.Array],
+    w: QuantizedCache, new: QuantizedMatrix, write: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> QuantizedCache:
     """Writes each leaf of quantized vectors into the cache's leaf."""
     leaves, treedef = flatten(w)

@@ -7,10 +7,10 @@ import jax
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.batch_axes import on_batch_axes
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import Primitive, ragged_dot_general_p
+from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
-from haiku_implicit.core.typing import Array, EqnParam, Result
+from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.products.bilinear import Product, product_of
 from haiku_implicit.quantized.products.config import ProductConfig
