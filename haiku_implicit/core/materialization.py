@@ -5,6 +5,8 @@ is retraced, events are only *recorded*. The trace is cached, and each use of it
 events again, so counts, warnings and errors do not depend on caches.
 """
 
+from __future__ import annotations
+
 import contextlib
 import contextvars
 import dataclasses

@@ -1,5 +1,7 @@
 """`use_implicit_args`: flattens, traces, interprets and unflattens."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar

@@ -1,5 +1,7 @@
 """`load` and `open_checkpoint`: read trees from files."""
 
+from __future__ import annotations
+
 import os
 
 from haiku_implicit.core.predicates import Targets

@@ -1,5 +1,7 @@
 """`save`: writes trees to safetensors files, atomically."""
 
+from __future__ import annotations
+
 import os
 
 import jax

@@ -4,6 +4,8 @@
 within a block differs from `formats.pack`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

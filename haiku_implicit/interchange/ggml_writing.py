@@ -1,5 +1,7 @@
 """Writes weights as the quantized blocks of GGUF files: the inverse of `ggml`."""
 
+from __future__ import annotations
+
 import types
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Reads parameters from GGUF files: dense tensors, and quantized ones without requantizing them."""
 
+from __future__ import annotations
+
 import functools
 import os
 import pathlib

@@ -1,5 +1,7 @@
 """`save_gguf`: writes a Haiku model's parameters to a GGUF file, for llama.cpp and related programs."""
 
+from __future__ import annotations
+
 import difflib
 import math
 import os
@@ -163,7 +165,7 @@ def _tensor_names(names: Names, shapes: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _tensor(
-    name: str, value: Array, place: Place, shape: Sequence[int] | None, kinds: "_Rules"
+    name: str, value: Array, place: Place, shape: Sequence[int] | None, kinds: _Rules
 ) -> _Tensor:
     matrix = getattr(value, "matrix", value)  # of a `MatrixView`
     if isinstance(matrix, Adapter):

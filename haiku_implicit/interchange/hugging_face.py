@@ -1,5 +1,7 @@
 """Reads checkpoints of the Hugging Face hub, dense or quantized by other libraries."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Mapping
 from typing import Any

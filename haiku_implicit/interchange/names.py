@@ -1,5 +1,7 @@
 """Maps the tensors in another library's file to a Haiku model's parameters."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Reads and writes adapters as PEFT (https://github.com/huggingface/peft) does: config and tensors."""
 
+from __future__ import annotations
+
 import collections
 import json
 import math

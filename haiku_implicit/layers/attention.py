@@ -1,5 +1,7 @@
 """Rotary positions, and key and value heads that several query heads share."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 

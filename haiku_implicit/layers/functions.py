@@ -1,5 +1,7 @@
 """Functions for the dtype of a layer's computation, and for docstrings made of parts."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -4,6 +4,8 @@ The mesh is set by `jax.set_mesh`, or by the older `with mesh:`. (EasyDeL's code
 that is not public, and supports only the latter.)
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Sequence

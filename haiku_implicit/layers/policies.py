@@ -1,5 +1,7 @@
 """Checkpoint policies by name, and quantized products by their number of bits."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable

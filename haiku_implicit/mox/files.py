@@ -1,5 +1,7 @@
 """`save` and `load`: module expressions in files."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import os

@@ -1,5 +1,7 @@
 """`make_mox`, `eval_mox` and `to_transformed`: from a Haiku model to its expression, and back."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """`Mox`, a module expression, and `diff`, which compares two."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import os
@@ -236,7 +238,7 @@ class Mox(Program):
         *,
         path: str | Callable[[Node], str] | None = None,
         keep_unused: bool = False,
-    ) -> "Mox":
+    ) -> Mox:
         """Replaces nodes, in a new expression.
 
         Args:
@@ -271,7 +273,7 @@ class Mox(Program):
         """
         return self._edited(where, instead, replacement, path, keep_unused)
 
-    def wrap(self, where: view.Where, function: Callable[..., Any], *, path: Any = None) -> "Mox":
+    def wrap(self, where: view.Where, function: Callable[..., Any], *, path: Any = None) -> Mox:
         """Wraps nodes in a function, in a new expression.
 
         Args:
@@ -292,7 +294,7 @@ class Mox(Program):
         """
         return self._edited(where, around, function, path)
 
-    def insert_before(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
+    def insert_before(self, where: view.Where, function: Any, *, path: Any = None) -> Mox:
         """Inserts a function in front of nodes, in a new expression.
 
         Args:
@@ -304,7 +306,7 @@ class Mox(Program):
         """
         return self._edited(where, before, function, path)
 
-    def insert_after(self, where: view.Where, function: Any, *, path: Any = None) -> "Mox":
+    def insert_after(self, where: view.Where, function: Any, *, path: Any = None) -> Mox:
         """Inserts a function behind nodes, in a new expression.
 
         Args:
@@ -376,7 +378,7 @@ class Mox(Program):
         """
         return parts.hidden_outputs_of(self, node)
 
-    def taps(self, where: view.Where) -> "Mox":
+    def taps(self, where: view.Where) -> Mox:
         """Adds the values of nodes to the results, in a new expression.
 
         Args:
@@ -403,7 +405,7 @@ class Mox(Program):
         """
         return cast(Mox, parts.with_taps(self, view.find(self, where)))
 
-    def truncate(self, where: view.Where) -> "Mox":
+    def truncate(self, where: view.Where) -> Mox:
         """The expression up to one node, whose value is the result: a model's features.
 
         Later nodes are left out, with their parameters. For a node in a loop, the result is the values
@@ -414,7 +416,7 @@ class Mox(Program):
         """
         return cast(Mox, parts.truncated(self, self._one(where)))
 
-    def extract(self, where: view.Where, *, layer: int | Sequence[int] | None = None) -> "Mox":
+    def extract(self, where: view.Where, *, layer: int | Sequence[int] | None = None) -> Mox:
         """Extracts one call of a module as an expression with the arguments of the module.
 
         Its `apply` also takes the parameters of the whole model, and reads its own.
@@ -442,7 +444,7 @@ class Mox(Program):
         """
         return cast(Mox, extract.extracted(self, self._one(where), layer))
 
-    def patch(self, where: view.Where, value: Any) -> "Mox":
+    def patch(self, where: view.Where, value: Any) -> Mox:
         """Replaces the results of nodes, in a new expression.
 
         Args:
@@ -466,7 +468,7 @@ class Mox(Program):
             return self.insert_after(where, value)
         return self._edited(where, instead, lambda *args, **kwargs: value, None, keep_unused=True)
 
-    def share(self, taking: Mapping[str, str]) -> "Mox":
+    def share(self, taking: Mapping[str, str]) -> Mox:
         """Lets modules use the parameters of other modules, in a new expression.
 
         Args:
@@ -494,7 +496,7 @@ class Mox(Program):
             )
         return cast(Mox, parts.shared(self, taking))
 
-    def rename(self, where: view.Where, name: str | Callable[[str], str]) -> "Mox":
+    def rename(self, where: view.Where, name: str | Callable[[str], str]) -> Mox:
         """Renames modules, and their parameters and state, in a new expression.
 
         Args:
@@ -522,7 +524,7 @@ class Mox(Program):
         function: Any,
         path: str | Callable[[Node], str] | None,
         keep_unused: bool = False,
-    ) -> "Mox":
+    ) -> Mox:
         def piece_of(site: Site) -> Piece:
             return kind(site, function)
 

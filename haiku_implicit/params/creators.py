@@ -1,5 +1,7 @@
 """Creators and getters of single edits, by name."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from typing import Any

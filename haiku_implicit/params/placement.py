@@ -1,5 +1,7 @@
 """The placement of a model's parameters on a mesh of devices, from the specs of the dense ones."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Plots of the results of `summary` and `compare_params`, by matplotlib (the extra `plots`)."""
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """The cost of quantizing each weight, and a choice of formats within a number of bytes."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math

@@ -1,5 +1,7 @@
 """Tables of the parameters of a model: types, memory, and differences between two trees."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

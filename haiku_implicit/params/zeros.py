@@ -1,5 +1,7 @@
 """`zero_params`: parameters that are zero, without buffers."""
 
+from __future__ import annotations
+
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Params
 from haiku_implicit.params.trees import trees

@@ -4,6 +4,8 @@ A *slot* is the place of one array in a tree. It holds the array, or None, symbo
 `optax.MaskedNode` instead. Parameters, gradients, updates and partitions have the same slots.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import re

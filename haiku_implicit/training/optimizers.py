@@ -1,5 +1,7 @@
 """optax's optimizers without updates and state for frozen arrays."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """optax's optimizers with a quantized state."""
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """`auto_in_axes`: the arrays of a tree that `jax.vmap` maps over, found by their leading axes."""
 
+from __future__ import annotations
+
 import operator
 from typing import Any
 

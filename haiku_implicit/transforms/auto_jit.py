@@ -1,5 +1,7 @@
 """`auto_jit`: `jax.jit` that finds the static leaves of its arguments itself."""
 
+from __future__ import annotations
+
 import abc
 import copy
 import dataclasses

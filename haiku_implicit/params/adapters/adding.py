@@ -1,5 +1,7 @@
 """Adapters added to weights of a tree of parameters, by type or by name."""
 
+from __future__ import annotations
+
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

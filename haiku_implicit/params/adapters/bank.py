@@ -1,5 +1,7 @@
 """A bank of LoRA adapters for one base, from which each example of a batch selects one."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import operator

@@ -1,5 +1,7 @@
 """Dropout for LoRA."""
 
+from __future__ import annotations
+
 import jax
 
 from haiku_implicit.adapters.dropout import InputDropout

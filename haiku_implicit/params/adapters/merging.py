@@ -1,5 +1,7 @@
 """Merging of adapters into dense weights, and back."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Adapters apart from their base: taken out of a tree of parameters, and put into another."""
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import hashlib

@@ -1,5 +1,7 @@
 """Sums of several LoRA adapters as one adapter, exact or of a smaller rank."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """The vector bank of VB-LoRA: one bank per tree of parameters, put into the weights in each step."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 import jax.numpy as jnp

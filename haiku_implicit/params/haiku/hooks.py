@@ -9,6 +9,8 @@ Creators see the final names of parameters. Getters within `hk.lift`, `hk.transp
 others when it applies the function.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence

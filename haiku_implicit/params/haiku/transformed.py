@@ -1,5 +1,7 @@
 """`transform_implicit`: Haiku's transformed functions with implicit parameters and state."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import weakref

@@ -1,5 +1,7 @@
 """Quantization with calibration data: rounding that takes the inputs of each weight into account."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import operator

@@ -1,5 +1,7 @@
 """Edits of existing parameters: weights become implicit arrays."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from typing import Unpack

@@ -1,5 +1,7 @@
 """Static activation scales: statistics in Haiku's state, collected while a model runs."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeGuard

@@ -1,5 +1,7 @@
 """Quantized training of a model: weights with rules, and their stored form after training."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal

@@ -1,5 +1,7 @@
 """`infer_matrix_axes`: finds the axes of weights that a model contracts, by an abstract run."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -7,6 +7,8 @@ quantizes the incoming gradient, and multiplies it with the quantized operands o
 rounding itself has the gradient one ("straight through").
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
