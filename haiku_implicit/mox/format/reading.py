@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from haiku_implicit.core.typing import Array, Json
+from haiku_implicit.core.typing import Array, Aval, Json
 from haiku_implicit.mox.format import equations, values
 from haiku_implicit.mox.format.derivatives import RULES, NoRule, has_tangent, types_of, with_rules
 from haiku_implicit.mox.format.structures import interface_from_json, tree_from_json
@@ -87,11 +87,11 @@ class Reader:
             face = interface_from_json(x.get("interface"), self.types, body.invars, body.returns)
         return Program(body, face, None)
 
-    def body(self, index: Any) -> ClosedJaxpr:
+    def body(self, index: Json) -> ClosedJaxpr:
         """A body that has already been read."""
         return _entry(self.bodies, index, "body")
 
-    def _add_body(self, x: Any) -> None:
+    def _add_body(self, x: Json) -> None:
         inputs = [values.type_from_json(y) for y in _list(x, "inputs")]
         reading = _BodyReader(self, x)
         trace = _named(reading.trace, of_type(x.get("name"), str, "the name of a body"))
@@ -104,7 +104,7 @@ class Reader:
 
     # --- functions with custom derivatives ---
 
-    def function(self, index: Any) -> tuple[Callable[..., Any], int]:
+    def function(self, index: Json) -> tuple[Callable[..., Any], int]:
         """A function with a custom derivative, and the place of its body. Its rules may come later."""
         x = of_type(_entry(self.listed, index, "function"), dict, "a function")
         if index not in self.functions:
@@ -148,7 +148,7 @@ def _check_types(what: str, found: Sequence[Any], expected: Sequence[Any], fit: 
     require(fits, f"{what} {list(map(str, found))}, not {list(map(str, expected))}")
 
 
-def _same_kind(x: Any, y: Any) -> bool:
+def _same_kind(x: Aval, y: Aval) -> bool:
     return x.shape == y.shape and has_tangent(x)
 
 
@@ -164,7 +164,7 @@ def _list(x: Mapping[str, Json], name: str) -> list[Array]:
     return of_type(x.get(name), list, name)
 
 
-def _entry(table: Sequence[Any], index: Any, what: str) -> Any:
+def _entry(table: Sequence[Any], index: Json, what: str) -> Any:
     known = 0 <= of_type(index, int, f"the place of a {what}") < len(table)
     require(known, f"no {what} {index} yet")
     return table[index]
@@ -194,7 +194,7 @@ class _BodyReader:
         finally:
             self.values = {}  # tracers, which must not outlive the trace
 
-    def nodes(self, nodes: Any, place: str) -> None:
+    def nodes(self, nodes: Json, place: str) -> None:
         for i, x in enumerate(of_type(nodes, list, "nodes")):
             op = x.get("op") if type(x) is dict else None
             with at(f"{place}.nodes[{i}]" + (f" ({op})" if type(op) is str else "")):
@@ -204,7 +204,7 @@ class _BodyReader:
     def read(self, x: Mapping[str, Json], name: str) -> list[Any]:
         return list(map(self.atom, _list(x, name)))
 
-    def atom(self, x: Any) -> Any:
+    def atom(self, x: Json) -> Any:
         if type(x) is dict:
             return _literal(x)
         require(of_type(x, int, "a variable") in self.values, f"variable {x} is not defined yet")
@@ -222,7 +222,7 @@ class _BodyReader:
 
     # --- equations ---
 
-    def equation(self, x: Any) -> None:
+    def equation(self, x: Json) -> None:
         self.size += 1
         operands = self.read(x, "in")
         types = list(map(values.type_from_json, _list(x, "types")))
@@ -238,7 +238,7 @@ class _BodyReader:
             require(same_type(result, expected), f"it gives {result}, not {expected}")
         self.define(x, "out", results)
 
-    def bind(self, name: str, x: Any, operands: list[Array], num_results: int) -> list[Array]:
+    def bind(self, name: str, x: Json, operands: list[Array], num_results: int) -> list[Array]:
         if name in RULES:
             fun, body = self.reader.function(x.get("function"))
             equations.check_takes(
@@ -249,23 +249,23 @@ class _BodyReader:
         params = {name: values.from_json(y, self.readers) for name, y in given.items()}
         return equations.from_file(name, params, operands, num_results)
 
-    def closed(self, index: Any) -> ClosedJaxpr:
+    def closed(self, index: Json) -> ClosedJaxpr:
         closed = self.reader.body(index)
         depth, size = self.reader.sizes[index]
         self.depth, self.size = max(self.depth, depth), self.size + size
         return closed
 
-    def open(self, index: Any) -> Any:
+    def open(self, index: Json) -> Any:
         closed = self.closed(index)
         require(not closed.consts, "a program without constants is expected here")
         return closed.jaxpr
 
-    def array(self, index: Any) -> Any:
+    def array(self, index: Json) -> Any:
         return _entry(self.reader.arrays, index, "array")
 
     # --- calls of modules ---
 
-    def call(self, x: Any) -> None:
+    def call(self, x: Json) -> None:
         results, types = x.get("results"), self.reader.types
         config = of_type(x.get("config"), dict, "config")
         call = marks.Call(
@@ -285,7 +285,7 @@ class _BodyReader:
         self.define(x, "out", marks.end(token, call, returns, _seen(x, "seen_results")))
 
 
-def _class(name: Any, types: Mapping[str, type]) -> type | None:
+def _class(name: Json, types: Mapping[str, type]) -> type | None:
     """The class of this name in `types`, or else an empty class of this name."""
     if name is None:
         return None
@@ -293,7 +293,7 @@ def _class(name: Any, types: Mapping[str, type]) -> type | None:
     return types.get(name) or type(name, (), {"__doc__": "A class that only a file names."})
 
 
-def _literal(x: Any) -> Any:
+def _literal(x: Json) -> Any:
     struct = values.type_from_json(x.get("type"))
     if "bits" in x:
         array = values.array_from_json(x["bits"])
@@ -311,11 +311,11 @@ def _literal(x: Any) -> Any:
     return array
 
 
-def _seen(x: Any, name: str) -> tuple[Any, ...]:
+def _seen(x: Json, name: str) -> tuple[Any, ...]:
     return tuple(map(_transformation, _list(x, name)))
 
 
-def _transformation(x: Any) -> Any:
+def _transformation(x: Json) -> Any:
     if x == marks.DIFFERENTIATED:
         return x
     axes = _list(of_type(x, dict, "a transformation"), "axes")

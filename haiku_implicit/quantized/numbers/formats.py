@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from haiku_implicit.core.typing import DType
-
 from haiku_implicit.core import compat
+from haiku_implicit.core.typing import DType
 
 
 @dataclasses.dataclass(frozen=True)
