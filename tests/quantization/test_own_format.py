@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.quantization import QuantRule, register_format
+from haiku_implicit.quantization import QuantRule, formats, register_format
 
 # Of each number of bits, in any order, with and without zero, symmetric or not.
 TABLES = {
@@ -26,6 +26,9 @@ TABLES = {
 def registered():
     for name, table in TABLES.items():
         register_format(name, table)
+    yield
+    for name in TABLES:
+        del formats.FORMATS[name]
 
 
 def normal(*shape):

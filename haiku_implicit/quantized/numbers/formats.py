@@ -209,6 +209,7 @@ def register_format(name: str, table: Sequence[float]) -> Format:
       >>> w = hki.QuantizedMatrix.quantize(jnp.array([[1.0], [0.3], [4.0], [-2.0]] * 2), 'powers')
       >>> w.materialize()[:4, 0].tolist()
       [1.0, 0.5, 4.0, -2.0]
+      >>> del hki.quantization.formats.FORMATS['powers']  # other examples list all formats
     """
     values = tuple(map(float, table))
     right = len(set(values)) == len(values) in _PLANES and np.isfinite(values).all()
