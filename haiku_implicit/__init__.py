@@ -24,8 +24,8 @@ from haiku_implicit.arrays import (
 from haiku_implicit.arrays.lora_init import EVA, LoftQ
 from haiku_implicit.core import (  # noqa: F401  (register themselves)
     custom_derivatives,
+    device_put,
     higher_order,
-    placed,
     shard_map,
 )
 from haiku_implicit.core.array import ArrayValue, ImplicitArray

@@ -18,7 +18,7 @@ from haiku_implicit.command_line.command import (
 )
 from haiku_implicit.command_line.reading import define_key
 from haiku_implicit.command_line.reading import read as read_params
-from haiku_implicit.files.kinds import kind_of
+from haiku_implicit.files.file_types import kind_of
 from haiku_implicit.files.loading import load, open_checkpoint
 from haiku_implicit.files.replacing import checked_target
 from haiku_implicit.files.saving import save

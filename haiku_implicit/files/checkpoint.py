@@ -16,7 +16,7 @@ from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import container, dtypes, placing, writing
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError, File
-from haiku_implicit.files.kinds import open_container
+from haiku_implicit.files.file_types import open_container
 from haiku_implicit.files.matching import check_like, with_left_out
 from haiku_implicit.files.parts import Box, Part, assembled
 from haiku_implicit.files.shards import names_of, shards_of

@@ -18,7 +18,7 @@ import numpy as np
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.files.kinds import kind_of, not_a
+from haiku_implicit.files.file_types import kind_of, not_a
 
 # The files that `load` reads, for errors.
 EXPECTED = "a safetensors or .npz file"

@@ -9,7 +9,7 @@ from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import foreign, optax_types  # noqa: F401  (the latter registers types)
 from haiku_implicit.files.checkpoint import Checkpoint, Memory, Source
 from haiku_implicit.files.container import CheckpointError, is_container
-from haiku_implicit.files.kinds import check_file
+from haiku_implicit.files.file_types import check_file
 from haiku_implicit.files.saving import Path
 from haiku_implicit.files.structure import describe
 

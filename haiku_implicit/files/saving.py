@@ -7,7 +7,7 @@ import os
 import jax
 
 from haiku_implicit.core.typing import Tree
-from haiku_implicit.files import together
+from haiku_implicit.files import several_processes
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import check_readable, describe
 
@@ -69,4 +69,4 @@ def save(path: Path, tree: Tree, *, max_shard_bytes: int = 2_000_000_000) -> Non
         if isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(f"{name}: a ShapeDtypeStruct, which has no values. Give arrays")
     check_readable(structure)
-    together.save(path, structure, arrays, max_shard_bytes)
+    several_processes.save(path, structure, arrays, max_shard_bytes)

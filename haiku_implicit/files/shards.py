@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from haiku_implicit.files.container import CheckpointError, brief
-from haiku_implicit.files.kinds import read_json
+from haiku_implicit.files.file_types import read_json
 
 # As in model-00002-of-00003.safetensors, also before a variant: model-00002-of-00003.fp16.safetensors.
 _NUMBERED = re.compile(r"((?:.*[-_.])?)(\d+)-of-(\d+)((?:\.\w+)+)", re.DOTALL)

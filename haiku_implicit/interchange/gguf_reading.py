@@ -16,7 +16,7 @@ import numpy as np
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, DType, Tree
 from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.files.kinds import check_file, kind_of, not_a
+from haiku_implicit.files.file_types import check_file, kind_of, not_a
 from haiku_implicit.files.shards import missing, names_of, numbered
 from haiku_implicit.interchange.ggml import KINDS, from_ggml
 from haiku_implicit.interchange.ggml_writing import gguf_package

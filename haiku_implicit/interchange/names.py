@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from haiku_implicit.core.predicates import compiled
 from haiku_implicit.files.container import CheckpointError, brief, is_shape
-from haiku_implicit.files.kinds import read_json
+from haiku_implicit.files.file_types import read_json
 
 
 class Place(NamedTuple):

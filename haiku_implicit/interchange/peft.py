@@ -24,7 +24,7 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.typing import Array, JsonObject, Params
 from haiku_implicit.files.container import CheckpointError, brief
-from haiku_implicit.files.kinds import kind_of
+from haiku_implicit.files.file_types import kind_of
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.replacing import check_folder, replaced
 from haiku_implicit.files.saving import save

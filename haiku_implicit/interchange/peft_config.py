@@ -10,7 +10,7 @@ import numpy as np
 
 from haiku_implicit.core.typing import JsonObject
 from haiku_implicit.files.container import CheckpointError, brief
-from haiku_implicit.files.kinds import read_json
+from haiku_implicit.files.file_types import read_json
 
 CONFIG = "adapter_config.json"
 Config = Mapping[str, Any]

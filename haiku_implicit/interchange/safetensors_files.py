@@ -12,7 +12,7 @@ from haiku_implicit.core.typing import JsonObject
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.checkpoint import Source
 from haiku_implicit.files.container import CheckpointError, File
-from haiku_implicit.files.kinds import kind_of, open_container, read_json
+from haiku_implicit.files.file_types import kind_of, open_container, read_json
 from haiku_implicit.files.shards import shards_in, shards_of
 from haiku_implicit.files.writing import ENTRY, PART
 from haiku_implicit.interchange.trees import Stored

@@ -16,7 +16,7 @@ import jax
 from haiku_implicit.core.transform import Static
 from haiku_implicit.core.typing import Array, JsonObject, Tree
 from haiku_implicit.files.container import CheckpointError, one_line, parse_json
-from haiku_implicit.files.kinds import check_file, kind_of, not_a
+from haiku_implicit.files.file_types import check_file, kind_of, not_a
 from haiku_implicit.files.replacing import write_text
 from haiku_implicit.mox.format.reading import Misplaced, Reader, at
 from haiku_implicit.mox.format.values import of_type

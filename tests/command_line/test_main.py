@@ -297,7 +297,7 @@ def test_an_error_stream_that_is_closed(folder, monkeypatch):
         (
             ["add-lora", "model", "new", "--method=lore"],
             1,
-            "method: expected one of 'boft', ",
+            "method: expected one of '",
         ),
         (["quantize", "model", "new", "--targets=nothing"], 1, "--targets: 'nothing' matches none"),
     ],

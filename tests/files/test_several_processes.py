@@ -12,7 +12,7 @@ import safetensors.numpy
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
-from haiku_implicit.files import dtypes, naming, together
+from haiku_implicit.files import dtypes, naming, several_processes
 from haiku_implicit.files.parts import Part, assembled, parts_from_json, parts_to_json
 from haiku_implicit.files.writing import number_in
 from tests.devices import run_on_devices, run_together
@@ -56,7 +56,7 @@ def places_of(found, mesh, specs=SPECS):
 SAVES = """
 import haiku_implicit as hki
 from jax.sharding import AxisType, PartitionSpec as P
-from tests.files.test_together import SPECS, places_of, tree
+from tests.files.test_several_processes import SPECS, places_of, tree
 from tests.files.trees import assert_same
 path, = sys.argv[1:]
 
@@ -86,18 +86,18 @@ turned = SPECS | {"w": P(None, "d"), "c": P(), "all": P(), "b": P()}
 check(places_of(whole, mesh, turned) | {"n": None, "host": None})
 
 # Where one process cannot write, both fail, and nothing changes.
-from haiku_implicit.files import together
-real = together._write
+from haiku_implicit.files import several_processes
+real = several_processes._write
 def full(*args):
     raise OSError(28, "no space left on device")
 if jax.process_index() == 1:
-    together._write = full
+    several_processes._write = full
 try:
     hki.save(path, here | {"n": 8})
     raise AssertionError("saved")
 except (OSError, hki.CheckpointError) as e:
     print("error:", e)
-together._write = real
+several_processes._write = real
 assert hki.load(path, only="n")["n"] == 7
 
 keys = jax.jit(lambda: jax.random.split(jax.random.key(0), 4), out_shardings=jax.sharding.NamedSharding(mesh, P("d")))()
@@ -151,9 +151,9 @@ def parted(tmp_path, monkeypatch):
 
     path = tmp_path / "run.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(together, "is_spread", lambda x: isinstance(x, jax.Array))
-        patch.setattr(together, "_boxes", boxes)
-        patch.setattr(together, "_bytes_of", bytes_of)
+        patch.setattr(several_processes, "is_spread", lambda x: isinstance(x, jax.Array))
+        patch.setattr(several_processes, "_boxes", boxes)
+        patch.setattr(several_processes, "_bytes_of", bytes_of)
         hki.save(path, {name: x for name, x in tree().items() if name != "key"}, max_shard_bytes=60)
     return path
 
@@ -269,7 +269,7 @@ PLACED = """
 import tempfile
 import jax, numpy as np, haiku_implicit as hki
 from jax.sharding import AxisType, PartitionSpec as P
-from tests.files.test_together import places_of, tree
+from tests.files.test_several_processes import places_of, tree
 from tests.files.trees import assert_same
 mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 whole = tree()
