@@ -245,7 +245,7 @@ def operations(name: str) -> str:
     own = primitives(type(array(name)))
     rules = f"Primitives with rules for this type: {', '.join(f'`{p}`' for p in own)}."
     if not own:
-        rules = "It has no rules of its own."
+        rules = "Its equivalent type has the rules."
     elif len(own) > 40:
         rules = "It has rules for nearly all of `jax.lax`."
     return "\n".join(rows) + f"\n\n{rules}"

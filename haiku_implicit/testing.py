@@ -65,7 +65,7 @@ OPERATIONS: dict[str, Operation] = {
     "sliced where it runs": lambda w: jax.lax.dynamic_slice_in_dim(w, jnp.int32(0), 1),
     "written to": lambda w: w.at[0].set(0),
     "twice, side by side": lambda w: jnp.concatenate([w, w], -1),
-    "beside a dense array": lambda w: jnp.concatenate([w, _like(w)]),
+    "next to a dense array": lambda w: jnp.concatenate([w, _like(w)]),
     "stacked": lambda w: jnp.stack([w, w]),
     "in a loop": lambda w: jax.lax.fori_loop(0, 3, lambda i, w: w * 0.5, w),
     "in a branch": lambda w: jax.lax.cond(_like(w).sum() > 0, lambda w: w, lambda w: -w, w),
