@@ -19,9 +19,11 @@ _WIDTHS = {kind: struct.calcsize(f"<{layout}") for kind, layout in LAYOUTS.items
 _UINT32, STRING, ARRAY = 4, 8, 9
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 8
-# Limits on nested lists, and on the entries of all lists. (The largest vocabularies have a quarter of a
-# million tokens, with a text, a score and a type.)
-_DEEPEST, _MOST_ENTRIES = 8, 4_000_000
+# Limits on nested lists, on the entries and the texts of all lists, and on lists in lists. (The largest
+# vocabularies have a quarter of a million tokens, with a text, a score and a type.)
+_DEEPEST, _MOST_ENTRIES, _MOST_TEXTS, _MOST_LISTS = 8, 4_000_000, 1 << 27, 100_000
+# The format allows names of 64 bytes, and keys of this length.
+_LONGEST_NAME = (1 << 16) - 1
 
 
 # Types that GGML removed, and types that only ik_llama.cpp has, by their numbers in files.
@@ -249,6 +251,7 @@ class _Reader:
     def __init__(self, data: mmap.mmap):
         self._data, self.offset, self.size = data, 4, len(data)
         self.within, self.order, self._entries = "its header", "<", 0
+        self._texts, self._lists = _MOST_TEXTS, 0
 
     def _skip(self, count: int) -> int:
         """Moves past the next bytes, and returns their offset."""
@@ -262,20 +265,29 @@ class _Reader:
         layout = f"{self.order}{layout}"
         return struct.unpack_from(layout, self._data, self._skip(struct.calcsize(layout)))
 
-    def text(self, errors: str = "strict") -> str:
+    def text(self, most: int = _LONGEST_NAME, errors: str = "strict") -> str:
+        """Reads a text of at most so many bytes."""
         (count,) = self.numbers("Q")
         start = self._skip(count)
+        if count > most:
+            raise _Damaged(f"a text of {count:,} bytes in {self.within}")
         try:
             return self._data[start : start + count].decode("utf-8", errors)
         except UnicodeDecodeError as e:
             raise _Damaged(f"a text in {self.within} is not UTF-8 ({e})") from None
 
+    def _value(self) -> str:
+        """Reads a text of the metadata; tokens may be parts of a character, to be written again."""
+        text = self.text(self._texts, "surrogateescape")
+        self._texts -= len(text)
+        return text
+
     def field(self, kind: int, depth: int = 0) -> Field:
         """Reads a value of the metadata."""
         if kind in LAYOUTS:
             return Field(kind, *self.numbers(LAYOUTS[kind]))
-        if kind == STRING:  # tokens may be parts of a character, which have to be written again
-            return Field(kind, self.text("surrogateescape"))
+        if kind == STRING:
+            return Field(kind, self._value())
         if kind != ARRAY or depth > _DEEPEST:
             raise _Damaged(f"a value of the type {kind}, in {depth} lists, in its metadata")
         inner, count = self.numbers("IQ")
@@ -287,5 +299,8 @@ class _Reader:
                 raise _Ended
             return Field(kind, list(self.numbers(f"{count}{LAYOUTS[inner]}")), inner)
         if inner == STRING:
-            return Field(kind, [self.text("surrogateescape") for _ in range(count)], inner)
+            return Field(kind, [self._value() for _ in range(count)], inner)
+        self._lists += count
+        if self._lists > _MOST_LISTS:
+            raise _Damaged(f"more than {_MOST_LISTS:,} lists in lists in its metadata")
         return Field(kind, [self.field(inner, depth + 1) for _ in range(count)], inner)

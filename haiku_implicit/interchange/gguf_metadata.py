@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from haiku_implicit.interchange.gguf_header import ARRAY, LAYOUTS, STRING, Field, alignment_of
+from haiku_implicit.interchange.gguf_header import (
+    ALIGNMENT,
+    ARRAY,
+    LAYOUTS,
+    STRING,
+    Field,
+    alignment_of,
+)
 
 _ARCHITECTURE = "general.architecture"
 _FILE_TYPE, _VERSION = "general.file_type", "general.quantization_version"
@@ -49,11 +56,20 @@ def fields_of(
         if value is None:
             fields.pop(key, None)
         else:
-            fields[key] = _field(gguf, key, value)
+            try:
+                fields[key] = _field(gguf, key, value)
+                _text(key), _packed(fields[key])
+            except (struct.error, OverflowError, UnicodeEncodeError) as e:
+                raise ValueError(f"metadata: {key!a}: a file can't hold {value!r} ({e})") from None
     if _ARCHITECTURE not in fields:
         raise ValueError(
             f"metadata: {_ARCHITECTURE!r} is missing. Give it, with the other keys that its programs "
             "read, or metadata_from=, the file that the model came from"
+        )
+    alignment = fields.get(ALIGNMENT, Field(gguf.GGUFValueType.UINT32, 32))
+    if alignment.kind != gguf.GGUFValueType.UINT32 or alignment.value.bit_count() != 1:
+        raise ValueError(
+            f"metadata: {ALIGNMENT!r}: expected a power of two, got {alignment.contents()!r}"
         )
     return {_ARCHITECTURE: fields.pop(_ARCHITECTURE)} | fields
 
@@ -93,6 +109,7 @@ def _field(gguf: Any, key: str, value: Any) -> Field:
         if name in types.__members__:
             return Field(types[name], value.item())
     elif type(value) in _TYPES:
+        str(value).encode()  # strictly
         return Field(types[_TYPES[type(value)]], value)
     elif type(value) is int and -(2**31) <= value < 2**32:
         return Field(types.INT32 if value < 0 else types.UINT32, value)
@@ -125,20 +142,25 @@ def header(gguf: Any, fields: Mapping[str, Field], tensors: Sequence[Info]) -> b
     return found + bytes(-len(found) % alignment)
 
 
-def _text(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogateescape")
+def _text(text: str, errors: str = "strict") -> bytes:
+    data = text.encode("utf-8", errors)
     return struct.pack("<Q", len(data)) + data
+
+
+def _value(text: str) -> bytes:
+    """A text of the metadata, with the bytes that another file has."""
+    return _text(text, "surrogateescape")
 
 
 def _packed(field: Field) -> bytes:
     """The bytes of a value, without its type."""
     if field.kind == STRING:
-        return _text(field.value)
+        return _value(field.value)
     if field.kind != ARRAY:
         return struct.pack(f"<{LAYOUTS[field.kind]}", field.value)
     assert field.inner is not None
     head = struct.pack("<IQ", field.inner, len(field.value))
     if field.inner in LAYOUTS:
         return head + struct.pack(f"<{len(field.value)}{LAYOUTS[field.inner]}", *field.value)
-    each = map(_text if field.inner == STRING else _packed, field.value)
+    each = map(_value if field.inner == STRING else _packed, field.value)
     return head + b"".join(each)

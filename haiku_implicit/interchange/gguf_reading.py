@@ -84,8 +84,10 @@ def load_gguf(
       >>> hki.load_gguf(path, {'up.weight': 'linear/w', 'up.bias': 'linear/b'})['linear']['w']
       QuantizedMatrix(float32[64,8], ...)
     """
-    if not isinstance(file, GGUFFile):  # a `gguf.GGUFReader` has the name of its file
-        file = open_gguf(file.data.filename if hasattr(file, "tensors") else file)
+    if hasattr(file, "fields") and not isinstance(file, GGUFFile):
+        file = _of_package(file)
+    elif not isinstance(file, GGUFFile):
+        file = open_gguf(file)
     _check_kinds(file.tensors, names, file.path)
     stored = [
         Stored(t.name, functools.partial(_shape, t), functools.partial(_read, t))
@@ -124,6 +126,10 @@ class GGUFFile(NamedTuple):
     fields: dict[str, Field]
     tensors: list[Tensor]
 
+    def __repr__(self) -> str:
+        count = f"{len(self.fields)} fields, {len(self.tensors)} tensors"
+        return f"GGUFFile({self.path!r}, {count})"
+
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """Opens a GGUF file.
@@ -145,6 +151,26 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     parts = _parts(path)
     tensors = [tensor for part, header in parts.items() for tensor in _tensors(part, header.rows)]
     return GGUFFile(path, next(iter(parts.values())).fields, tensors)
+
+
+def _of_package(reader: Any) -> GGUFFile:
+    """The tensors of a `gguf.GGUFReader`, as it has them."""
+    path = os.fspath(reader.data.filename)
+    count = reader.fields["split.count"].contents() if "split.count" in reader.fields else 1
+    if count > 1:
+        raise CheckpointError(
+            f"{path}: one of {count} files of a model, and its reader has only the tensors of this "
+            "one. haiku_implicit.open_gguf opens all of them"
+        )
+    _check_name(path)
+    tensors = []
+    for t in reader.tensors:
+        kind, shape = t.tensor_type.name, tuple(map(int, t.shape[::-1]))
+        # It gives numbers, except for BF16, for which it gives bytes.
+        as_bytes = kind in _DENSE and t.data.dtype == np.uint8
+        data = t.data.view(_DENSE[kind]).reshape(shape) if as_bytes else t.data
+        tensors.append(Tensor(t.name, kind, shape, data))
+    return GGUFFile(path, {}, tensors)
 
 
 def _tensors(path: str, rows: list[Row]) -> Iterator[Tensor]:

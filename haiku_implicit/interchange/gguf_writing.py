@@ -91,9 +91,9 @@ def save_gguf(
     tensors = _planned(params, names, source, kind)
     infos = [_info(gguf, t) for t in tensors]
     fields = fields_of(gguf, metadata or {}, source.fields if source else {}, infos)
-    alignment = alignment_of(fields)
+    alignment, beginning = alignment_of(fields), header(gguf, fields, infos)
     with replaced(path) as temporary, open(temporary, "wb") as file:
-        file.write(header(gguf, fields, infos))
+        file.write(beginning)
         with progress.bar("tensors", len(tensors)) as run:
             for t, info in zip(tensors, infos, strict=True):
                 file.write(run(t.name, _data_of, t).data)

@@ -182,8 +182,9 @@ def _program(x: Any, types: Mapping[str, type]) -> Program:
 
 
 def _initializer(x: Any, types: Mapping[str, type]) -> Callable[..., Any]:
-    why = x.get("missing") if type(x) is dict else None
-    program = _program(x, types) if why is None else None
+    missing = type(x) is dict and "missing" in x
+    why = of_type(x["missing"], str, "missing") if missing else None
+    program = None if missing else _program(x, types)
 
     def init(rng: jax.Array, *args: Any, **kwargs: Any) -> Tree:
         if program is None:

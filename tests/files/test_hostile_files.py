@@ -214,6 +214,11 @@ ALIGNMENT = "general.alignment"
         (dict(metadata=[(ALIGNMENT, struct.pack("<II", 4, 0))]), "should be a power of two"),
         (dict(metadata=[(ALIGNMENT, struct.pack("<If", 6, 8.0))]), "should be a power of two"),
         (dict(metadata=[("x", struct.pack("<I", 99))]), "a value of the type 99"),
+        (dict(metadata=[("x", array_of(9, 2**17, array_of(4, 0)[4:] * 2**17))]), "lists in lists"),
+        (
+            dict(metadata=[("x" * 2**16, struct.pack("<IB", 0, 1))]),
+            "a text of 65,536 bytes in its meta",
+        ),
         (
             dict(tensors=[("a", (4,), 0, 0), ("b", (4,), 0, 8)]),
             "'b' begins at byte .*, within another",
@@ -235,6 +240,14 @@ def test_headers_of_gguf(parts, message, path):
         assert hki.open_gguf(path).tensors[0].data is None
     else:
         refused(message, hki.open_gguf, path)
+
+
+def test_a_text_of_many_bytes_takes_no_memory(path):
+    length = 1 << 28
+    text = struct.pack("<IQ", 8, length)
+    gguf_file(path, [("x", text)], [])
+    os.truncate(path, length + 500)
+    refused("a text of 268,435,456 bytes in its metadata", hki.load_gguf, path, {})
 
 
 def test_a_gguf_file_as_the_package_reads_it(path):

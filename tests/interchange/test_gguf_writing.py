@@ -302,3 +302,35 @@ def test_tokens_that_are_parts_of_a_character(order, tmp_path):
     hki.save_gguf(copy, params, {"w": "m/w"}, kind="F32", metadata_from=path)
     assert value("<") in copy.read_bytes()
     assert hki.open_gguf(copy).fields["tokens"].contents()[0] == "café"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"\udc80": 1}, r"metadata: '\\udc80': a file can't hold 1"),
+        ({"a": ["b", "\udc80"]}, "metadata: 'a': a file can't hold"),
+        ({"a": [-1, 2**31]}, "metadata: 'a': a file can't hold"),
+        ({"a": 1e300}, "metadata: 'a': a file can't hold"),
+        ({"general.alignment": 7}, "'general.alignment': expected a power of two, got 7"),
+        ({"general.alignment": "x"}, "'general.alignment': expected a power of two, got 'x'"),
+        ({"general.alignment": 0}, "'general.alignment': expected a power of two, got 0"),
+    ],
+)
+def test_metadata_that_a_file_cannot_hold(metadata, message, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_text("kept")
+    params = {"m": {"w": jnp.ones((4, 32))}}
+    with pytest.raises(ValueError, match=message):
+        hki.save_gguf(path, params, {"w": "m/w"}, kind="F32", metadata={**METADATA, **metadata})
+    assert path.read_text() == "kept"
+
+
+def test_a_reader_of_the_package_counts_as_it_is(written, params, tmp_path):
+    written(params, kind="F32")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf", "c")
+    (norm,) = [t for t in reader.tensors if t.name == "output_norm.weight"]
+    norm.data[:] = 7
+    found = hki.load_gguf(reader, NAMES)
+    np.testing.assert_array_equal(found["norm"]["scale"], np.full(64, 7))
+    opened = hki.open_gguf(tmp_path / "model.gguf")
+    assert repr(opened).endswith(" fields, 4 tensors)")

@@ -80,12 +80,20 @@ def _dtypes() -> dict[str, Any]:
     return {**numbers, **keys, "float0": np.dtype(jax.dtypes.float0)}
 
 
+def _name_of(dtype: DType) -> str:
+    return str(dtype) if _is_key(dtype) else dtypes.name_of_dtype(dtype)
+
+
+def is_named(dtype: DType) -> bool:
+    """Whether files know a dtype."""
+    return _name_of(dtype) in _dtypes()
+
+
 def dtype_to_json(dtype: DType) -> str:
     """The name of a dtype."""
-    name = str(dtype) if _is_key(dtype) else dtypes.name_of_dtype(dtype)
-    if name not in _dtypes():
+    if not is_named(dtype):
         raise Unsaveable(f"it has the dtype {dtype}")
-    return name
+    return _name_of(dtype)
 
 
 def dtype_from_json(name: Any) -> np.dtype:
@@ -380,7 +388,9 @@ _SIMPLE: dict[str, Kind] = {
         lambda x: one_of(_scalars(), "type of numbers", x),
     ),
     "number": Kind(
-        lambda x: isinstance(x, np.generic), array_to_json, lambda x: array_from_json(x)[()]
+        lambda x: isinstance(x, np.generic) and is_named(x.dtype),
+        array_to_json,
+        lambda x: array_from_json(x)[()],
     ),
     "aval": Kind(lambda x: isinstance(x, jax.core.ShapedArray), type_to_json, _aval_from_json),
     "unspecified": Kind(
@@ -405,7 +415,9 @@ CONSTANTS = {
 # Further kinds in the arguments of modules: for arrays their types, and for anything else a text.
 SHOWN = {
     "struct": Kind(
-        lambda x: isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct),
+        lambda x: (
+            isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and is_named(x.dtype)
+        ),
         lambda x: [dtype_to_json(x.dtype), list(x.shape)],
         type_from_json,
     ),
