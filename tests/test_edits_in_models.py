@@ -381,3 +381,34 @@ def test_options_are_in_help():
         names = hki.QuantizedMatrix.quantize.__annotations__.keys()
         for name in names & {"dtype", "group_size", "zero_point", "calibration", "scale_dtype"}:
             assert f"`{name}`" in text
+
+
+def test_an_initializer_of_haiku_draws_the_factors_of_a_getter():
+    """`apply` without a key does not run it for the parameters that exist."""
+    kinds = []
+
+    def init(key, shape, dtype):
+        kinds.append(key.dtype)
+        return hk.initializers.RandomNormal()(shape, dtype)
+
+    def model(x):
+        with hk.custom_getter(hki.lora_getter(2, init=init)):
+            return hk.Linear(3)(x)
+
+    t, x = hki.transform_implicit(hk.transform(model)), jnp.ones((2, 4))
+    params = t.init(jax.random.PRNGKey(0), x)
+    y = jax.jit(t.apply)(params, None, x)
+    np.testing.assert_allclose(t.apply(params, None, x), y, rtol=1e-6)
+    assert np.abs(params["linear"]["w_lora_a"]).min() > 0 and set(kinds) == {np.dtype(np.uint32)}
+
+
+def test_factors_of_a_getter_are_no_targets_of_a_creator():
+    def model(x):
+        zeros = hk.custom_creator(hki.zeros_creator(True))
+        with zeros, hk.custom_getter(hki.lora_getter(2)):
+            return hk.Linear(3)(x)
+
+    t = hki.transform_implicit(hk.transform(model))
+    params = t.init(jax.random.PRNGKey(0), jnp.ones((2, 4)))["linear"]
+    assert isinstance(params["w"], hki.Zeros) and isinstance(params["b"], hki.Zeros)
+    assert np.abs(params["w_lora_a"]).min() > 0

@@ -260,6 +260,21 @@ def test_a_type_whose_parts_need_more_is_only_placed():
     assert found == {"w/u": ("data", "model"), "w/v": ("data", None), "w/factor": (None,)}
 
 
+def test_a_hook_from_before_counts_in_other_types_too():
+    w = hki.ScaledMatrix(Hooked(jnp.ones(4), jnp.ones(8)), jnp.ones(8), -1)
+    part = part_specs(w, P(None, "model"), MESH)
+    assert (part.matrix.u, part.matrix.v, part.scale) == (P(None), P("model"), P("model"))
+
+
+def test_other_hooks_from_before_are_named():
+    with pytest.warns(UserWarning, match="Old.field_specs is not asked any more: declare field_ax"):
+
+        @dataclasses.dataclass
+        class Old(Outer, core_ndim=2):
+            def field_specs(self, spec, mesh):
+                return {}
+
+
 def test_a_declaration_that_lacks_an_axis_gives_no_parts():
     w = Forgetful(jnp.ones(4), jnp.ones(8), jnp.ones(()))
     assert part_specs(w, P(None, "model"), MESH) is NotImplemented

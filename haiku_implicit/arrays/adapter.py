@@ -1,7 +1,6 @@
 """`Adapter`: the base of weights made of a frozen weight and a few trained numbers."""
 
 import dataclasses
-import math
 from typing import Any, ClassVar, Self
 
 import jax
@@ -168,7 +167,7 @@ def method_named(name: str) -> type[Adapter] | None:
 
 def uniform(key: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
     """Draws a first factor `[..., n, r]`, uniform in ±1/sqrt(n)."""
-    bound = 1 / math.sqrt(shape[-2])
+    bound = shape[-2] ** -0.5
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 

@@ -19,7 +19,7 @@ from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.dispatch import primitive_handler, rules_for
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import is_split
@@ -113,8 +113,13 @@ def defer_further(primitive: Primitive, w: Deferred, **params: EqnParam) -> Resu
 
 @primitive_handler("mul", precedence=-1)
 def times_itself(primitive: Primitive, w: ImplicitArray, other: ImplicitArray) -> Result:
-    """Computes `w * w`, as norms do, as the square of `w`."""
-    return default_handler(jax.lax.square_p, w) if w is other else NotImplemented
+    """Computes `w * w`, as norms do, as the square of `w` if that has a rule, or by an equal type."""
+    if w is not other:
+        return NotImplemented
+    if rules_for(jax.lax.square_p, (type(w),)):
+        return default_handler(jax.lax.square_p, w)
+    equal = w.equivalent()
+    return equal if equal is NotImplemented else default_handler(primitive, equal, equal)
 
 
 # --- reductions ----------------------------------------------------------------------------------

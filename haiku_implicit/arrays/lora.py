@@ -154,7 +154,7 @@ class LoRA(Adapter):
         check_room(w, rank)
         scale = 1.0 if alpha is None else own_alpha / rank
         parts = init_of(init).parts(w, rank, scale, key)
-        return (LoRA if parts.w is w else RestLoRA)(*parts, own_alpha)
+        return (cls if parts.w is w else RestLoRA)(*parts, own_alpha)
 
     @classmethod
     def of_factors(cls, a: Array, b: Array, scale: Array, **others: Any) -> Self:

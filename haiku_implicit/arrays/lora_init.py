@@ -2,13 +2,13 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.arrays.adapter import uniform
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -199,6 +199,12 @@ BY_NAME: dict[str, LoRAInit] = {
 }
 
 
+def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
+    """Draws `a`; in float64 the bound is not the one of `adapter.uniform` in its last bit."""
+    bound = 1 / math.sqrt(shape[-2])
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
 def init_of(init: LoRAInit | Initializer | str | None) -> LoRAInit:
     """The initialization for an argument `init=`; None draws `a` uniformly.
 
@@ -209,7 +215,7 @@ def init_of(init: LoRAInit | Initializer | str | None) -> LoRAInit:
         if init not in BY_NAME:
             raise ValueError(f"init: expected a function or one of {sorted(BY_NAME)}, got {init!r}")
         return BY_NAME[init]
-    return init if isinstance(init, LoRAInit) else Drawn(init or uniform)
+    return init if isinstance(init, LoRAInit) else Drawn(init or _uniform)
 
 
 def truncated(w: jax.Array, rank: int, scale: float) -> tuple[jax.Array, jax.Array]:

@@ -139,7 +139,8 @@ def _note(op_name: str, w: Probe, product: Product | None, w_first: bool, **plac
 @primitive_handler(["reshape", "squeeze", "broadcast_in_dim"])
 def reshape_probe(primitive: Primitive, w: Probe, **params: EqnParam) -> Result:
     """Follows axes that are split or merged; a repeated weight is not followed."""
-    value, new = primitive.bind(w.value, **params), axes_of.new_shape(w.shape, params)
+    value = primitive.bind(w.value, **params)
+    new = axes_of.new_shape(w.shape, {**params, "sharding": None})  # the value is split already
     axes = None if new is None else axes_of.reshaped(w.axes, new)
     return value if axes is None else w._replace(value=value, axes=axes)
 

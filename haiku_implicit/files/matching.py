@@ -111,8 +111,12 @@ def _compare(
             left_out.append(shown)
             continue
         _compare(child, children[key], shown, where, left_out)
-    if json.dumps(found.static, sort_keys=True) != json.dumps(wanted.static, sort_keys=True):
+    if _text_of(found.static) != _text_of(wanted.static):
         raise _different(path, f"{_told(wanted)} with {wanted.static}", f"{found.static}", where)
+
+
+def _text_of(static: Any) -> str:
+    return json.dumps(serialization.with_short_names(static), sort_keys=True)
 
 
 def _is_none(structure: Structure) -> bool:

@@ -26,6 +26,7 @@ from haiku_implicit.params.haiku.hooks import (
 from haiku_implicit.params.quantizing.edits import quantize_params
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
+from haiku_implicit.params.trees.one_by_one import is_one_of_many
 from haiku_implicit.params.trees.options import GroupSize, checked_group_size
 from haiku_implicit.params.trees.selection import errors_name, is_floating
 from haiku_implicit.params.zeros import zero_params
@@ -89,6 +90,8 @@ def zeros_creator(targets: Targets) -> Creator:
     def create(
         next_creator: Any, shape: Sequence[int], dtype: DType, init: Any, context: Any
     ) -> jax.Array:
+        if is_one_of_many():  # a parameter that another edit adds
+            return next_creator(shape, dtype, init)
         new = edited(*final_name(context), jax.ShapeDtypeStruct(shape, dtype))
         return next_creator(shape, dtype, (lambda *_: box(new)) if is_implicit(new) else init)
 

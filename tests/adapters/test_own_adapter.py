@@ -209,3 +209,25 @@ def test_a_pattern_may_make_a_rank_fit():
     params = {"wide": {"w": normal((8, 8))}, "narrow": {"w": normal((8, 2))}}
     new = hki.add_adapter(params, 0, "lora", rank=4, patterns={"narrow/w": {"rank": 2}})
     assert (new["wide"]["w"].rank, new["narrow"]["w"].rank) == (4, 2)
+
+
+@dataclasses.dataclass
+class Sharing(Columns):
+    """Adds a module, by a function that is no class method."""
+
+    @staticmethod
+    def with_shared(params, key, **options):
+        return {**params, "shared": {"k": jnp.ones(2)}}
+
+
+@dataclasses.dataclass(init=False)
+class OwnLoRA(hki.LoRA):
+    """A LoRA by another name."""
+
+
+def test_a_shared_module_and_a_subclass_of_lora():
+    assert "shared" in hki.add_adapter(base(), 0, Sharing, spread=0.5)
+    w = hki.add_adapter(base(), 0, OwnLoRA, rank=2)["layer"]["w"]
+    same = hki.add_lora(base(), 0, rank=2)["layer"]["w"]
+    assert type(w) is OwnLoRA
+    np.testing.assert_array_equal(w.a, same.a)

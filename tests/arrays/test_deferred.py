@@ -1,6 +1,8 @@
 """Weights that a model standardizes or normalizes, against the dense weight."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import haiku as hk
 import jax
@@ -422,3 +424,44 @@ def test_repeated_row(name):
         got = use(repeat)(w)
         assert isinstance(got, jax.Array)
         close(got, repeat(dense_of(w)))
+
+
+@dataclasses.dataclass
+class Exponential(hki.ImplicitArray):
+    """exp(x), with a rule for products."""
+
+    x: Any
+
+    def compute_shape(self):
+        return self.x.shape
+
+    def compute_dtype(self):
+        return self.x.dtype
+
+    def materialize(self):
+        return jnp.exp(self.x)
+
+
+@hki.primitive_handler("mul")
+def add_exponents(primitive, a: Exponential, b: Exponential):
+    return Exponential(a.x + b.x)
+
+
+@dataclasses.dataclass
+class EqualToIt(hki.ImplicitArray):
+    """Equal to an `Exponential`."""
+
+    x: Any
+
+    compute_shape = Exponential.compute_shape
+    compute_dtype = Exponential.compute_dtype
+    materialize = Exponential.materialize
+
+    def equivalent(self):
+        return Exponential(self.x)
+
+
+def test_the_square_of_a_type_is_the_product_of_an_equal_one(never_dense):
+    found = jax.jit(use(lambda w: w * w))(EqualToIt(normal(0, 3, 2)))
+    assert isinstance(found, Exponential)
+    np.testing.assert_allclose(found.x, 2 * normal(0, 3, 2))

@@ -1,4 +1,4 @@
-"""Files of older versions, in which adapters without an `alpha` have None in its place."""
+"""Files of older versions: adapters without an `alpha`, names of types with modules, other rules."""
 
 import dataclasses
 
@@ -9,7 +9,9 @@ import optax
 import pytest
 
 import haiku_implicit as hki
+from haiku_implicit.core import serialization
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.quantization import QtRule, QuantRule
 from tests.files.trees import assert_same
 
 
@@ -108,3 +110,33 @@ def test_other_adapters(kind, path):
     state = hki.freeze_declared(optax.adam(0.1)).init(params)
     hki.save(path, older(state))
     assert_same(hki.load(path, like=state), state)
+
+
+def test_metadata_with_the_modules_of_types(path, monkeypatch):
+    """A structure in the metadata of static weights named its types by modules that have moved."""
+    rules = [QuantRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)]
+    params = hki.quantize_params({"l": {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}}, rules=rules)
+    encode = serialization._encode_structure
+
+    def with_modules(treedef):
+        found = encode(treedef)
+        if found[0] == "haiku_implicit.QuantizedMatrix":
+            found[0] = "haiku_implicit.numerics.quantized_matrix.QuantizedMatrix"
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serialization, "_encode_structure", with_modules)
+        hki.save(path, params)
+    assert b"haiku_implicit.numerics.quantized_matrix.QuantizedMatrix" in path.read_bytes()
+    assert_same(hki.load(path), params)
+    assert_same(hki.load(path, like=params), params)
+
+
+def test_rules_of_training_are_of_one_class(path):
+    """Files from before have a `QtRule` for each rule."""
+    params = {"l": {"w": jnp.ones((8, 6))}}
+    rule = dict(weight_qtype="int8", act_qtype="int8")
+    old = hki.quantized_training(params, [QtRule(**rule)])
+    new = hki.quantized_training(params, [QuantRule(**rule)])
+    hki.save(path, old)
+    assert_same(hki.load(path, like=new), new)

@@ -101,6 +101,10 @@ def test_the_way_of_a_weight(tmp_path):
         ("mine", (-1, 0, 0, 1), "table: expected"),
         ("mine", (0, 1, 2, 3), "some negative and some positive"),
         ("mine", (-1, 0, 1, float("nan")), "table: expected"),
+        ("mine", (-1, 0, 1, 1 + 1e-12), "table: expected"),  # equal in float32
+        ("mine", (-1e300, -1, 0, 1), "table: expected"),
+        ("float32", (-1, 1), "name: 'float32' has another meaning"),
+        ("bfloat16", (-1, 1), "name: 'bfloat16' has another meaning"),
         ("nf4", (-1, 1), "name: 'nf4' has another meaning"),
         ("unf4", (-1, 1), "name: 'unf4' has another meaning"),
         ("q4_k", (-1, 1), "name: 'q4_k' has another meaning"),

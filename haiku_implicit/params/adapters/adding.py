@@ -150,7 +150,8 @@ def add_adapter(
     kind, name = _kind_of(method)
     of_weight = _options_of(kind, name, options, patterns or {})
     key = as_key_source(key)
-    shares = kind.one_key or kind.with_shared.__func__ is not Adapter.with_shared.__func__  # type: ignore[attr-defined]
+    own_shared: Any = getattr(kind.with_shared, "__func__", None)
+    shares = kind.one_key or own_shared is not Adapter.__dict__["with_shared"].__func__
     if callable(key) and shares:
         raise ValueError(f"method {name!r}: all weights share one key; give key= a key or a seed")
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)

@@ -203,16 +203,18 @@ def _taken_out(weight: Array) -> jax.Array:
             case Rotated():  # the inverse of a rotation is its transpose
                 rotation = materialize_array(weight.rotation)
                 return undone(weight.w, jnp.swapaxes(rotation, -1, -2) @ left)
-            case Adapter() if (equal := weight.equivalent()) is not NotImplemented:
-                return undone(equal, left)
             case Adapter() | Sum():
-                zeros = jnp.zeros(weight.w.shape, weight.w.dtype)
-                correction = weight._replace(w=zeros)
-                if free_summand(correction) != 0:
-                    raise ValueError(
-                        f"{type(weight).__name__} is not a sum of its weight and a rest"
-                    )
-                return undone(weight.w, left - materialize_array(correction))
+                equal = weight.equivalent()
+                # Merging has called `materialize`, so that a type's own one comes first.
+                merged_by_equal = type(weight).materialize is Adapter.materialize
+                if equal is not NotImplemented and merged_by_equal:
+                    return undone(equal, left)
+                correction = weight._replace(w=jnp.zeros(weight.w.shape, weight.w.dtype))
+                if free_summand(correction) == 0:
+                    return undone(weight.w, left - materialize_array(correction))
+                if equal is not NotImplemented:
+                    return undone(equal, left)
+                raise ValueError(f"{type(weight).__name__} is not a sum of its weight and a rest")
         return left
 
     return undone(weight, merged)

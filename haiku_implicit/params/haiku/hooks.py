@@ -185,10 +185,13 @@ def _with_parameters(edited: Callable[..., Any], value: Array, context: Any) -> 
     keys: list[jax.Array] = []
 
     def any_key() -> jax.Array:
-        keys.append(jax.random.key(0))
+        keys.append(jax.random.PRNGKey(0))
         return keys[-1]
 
-    new = edited(value, any_key)
+    with hk.with_rng(
+        jax.random.PRNGKey(0)
+    ):  # for initializers of Haiku, which apply has no key for
+        new = edited(value, any_key)
     slots = slots_of(new)
     added, sources = _added(edited, value, slots)
     if not added:
@@ -233,10 +236,11 @@ def _sources(edited: Callable[..., Any], value: Array) -> list[set[int]]:
     """For each array of an edited value, its sources: the value, the key, or both."""
 
     def arrays(value: Array, key: jax.Array) -> list[Array]:
-        slots = slots_of(edited(value, lambda: key))
+        with hk.with_rng(jax.random.PRNGKey(0)):
+            slots = slots_of(edited(value, lambda: key))
         return [0 if is_empty(slot.value) else slot.value for slot in slots]
 
-    jaxpr = jax.make_jaxpr(arrays)(value, jax.random.key(0)).jaxpr
+    jaxpr = jax.make_jaxpr(arrays)(value, jax.random.PRNGKey(0)).jaxpr
     found = {variable: {i} for i, variable in enumerate(jaxpr.invars)}
 
     def of(variables: Sequence[Any]) -> list[set[int]]:

@@ -376,7 +376,8 @@ def _training_rules(rules: Any) -> list[QuantRule]:
     rules = trees.checked_rules(rules)
     for rule in rules:
         rule.config(lhs_is_weight=False, rhs_is_weight=True)
-    return rules
+    # All of one class, as trees that were saved before have them.
+    return [rule if isinstance(rule, QtRule) else QtRule(**vars(rule)) for rule in rules]
 
 
 def _needs_key(weight: TrainedQuantized) -> bool:

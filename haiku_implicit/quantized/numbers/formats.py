@@ -182,6 +182,10 @@ RECIPES = {
 }
 
 
+def _is_dtype(name: str) -> bool:
+    return bool(_dtype_name(name)) or isinstance(getattr(jnp, name, None), type(jnp.bfloat16))
+
+
 _PLANES = {2: (1,), 4: (2,), 8: (2, 1), 16: (4,)}
 
 
@@ -211,7 +215,8 @@ def register_format(name: str, table: Sequence[float]) -> Format:
       [1.0, 0.5, 4.0, -2.0]
       >>> del hki.quantization.formats.FORMATS['powers']  # other examples list all formats
     """
-    values = tuple(map(float, table))
+    with np.errstate(over="ignore"):
+        values = tuple(map(float, np.asarray(table, np.float32)))
     right = len(set(values)) == len(values) in _PLANES and np.isfinite(values).all()
     if not right or not min(values) < 0 < max(values):
         raise ValueError(
@@ -222,7 +227,7 @@ def register_format(name: str, table: Sequence[float]) -> Format:
         raise ValueError(f"name: expected lower-case letters, digits and _, got {name!r}")
     fmt = Format(name, _PLANES[len(values)], min(values), max(values), table=values)
     taken = {*RECIPES, *_ALIASES, *(f"u{other}" for other in FORMATS)}
-    if name in taken or FORMATS.get(name, fmt) != fmt:
+    if name in taken or _is_dtype(name) or FORMATS.get(name, fmt) != fmt:
         raise ValueError(f"name: {name!r} has another meaning already; give another one")
     return FORMATS.setdefault(name, fmt)
 
