@@ -200,6 +200,8 @@ def _noted(statement: ast.stmt) -> list[ast.stmt]:
     """A statement, after one that notes its line."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return [statement]  # a docstring has to be the first
+    if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
+        return [statement]  # and such imports the next
     note = ast.Call(ast.Name(_NOTE, ast.Load()), [ast.Constant(statement.lineno)], [])
     return [ast.copy_location(ast.Expr(note), statement), statement]
 

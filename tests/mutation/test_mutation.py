@@ -93,4 +93,4 @@ def test_a_run(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr  # not 0 where a test fails without a change
     [raised] = [r for r in sessions.read(results) if r.key[2] == "deleted raise"]
     assert "::" in raised.by
-    assert "| validation.py |" in run.stdout
+    assert "| messages.py |" in run.stdout
