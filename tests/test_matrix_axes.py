@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import haiku_implicit as hki
 from haiku_implicit.quantization import QtRule, QuantRule
@@ -403,3 +404,15 @@ def test_axes_that_do_not_fit_name_the_parameter():
         ValueError, match=r"matrix_axes: 'first/qery_w' matches none.*first/query_w"
     ):
         hki.add_lora(PARAMS, 0, rank=2, matrix_axes={"first/qery_w": ((-3,), (-2, -1))})
+
+
+def test_a_reshape_with_a_sharding_is_followed():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Explicit,))
+    params = {"l": {"w": jnp.ones((32, 4, 4))}}
+
+    def apply(params, x):
+        return x @ params["l"]["w"].reshape(32, 16, out_sharding=PartitionSpec(None, None))
+
+    with (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh):
+        found = hki.infer_matrix_axes(apply, params, jnp.ones((2, 32)))
+    assert found == {"l/w": ((-3,), (-2, -1))}

@@ -1014,3 +1014,36 @@ def test_no_tracer_outlives_the_reading(tmp_path):
     save(path, make_mox(hk.transform(lambda x: jax.nn.relu(x + 1)))(1.0))
     with jax.checking_leaks():
         load(path)
+
+
+class Configured(hk.Module):
+    """A module whose configuration has arrays of any dtype."""
+
+    def __init__(self, values, name=None):
+        super().__init__(name=name)
+        self.values = values
+
+    def __call__(self, x):
+        return x * 2.0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [np.array(["a", "b"]), np.array([None, 1]), np.array(["2026-01-01"], "datetime64[D]"), np.longdouble(1)],
+    ids=["texts", "objects", "dates", "long"],
+)  # fmt: skip
+def test_a_configuration_of_dtypes_that_files_do_not_know_is_shown(given, tmp_path):
+    mox = make_mox(hk.transform(lambda x: Configured(given)(x)))(jnp.ones(3))
+    save(tmp_path / "mox", mox)
+    found = eval_mox(load(tmp_path / "mox"), {}, None, jnp.arange(3.0))
+    np.testing.assert_array_equal(found, [0, 2, 4])
+
+
+@pytest.mark.parametrize("missing", [5, None, [1]])
+def test_why_init_is_missing_is_a_text(missing, tmp_path):
+    path = tmp_path / "mox"
+    save(path, make_mox(hk.transform(lambda x: hk.Linear(2)(x)))(jnp.ones((1, 3))))
+    changed = json.loads(path.read_text()) | {"init": {"missing": missing}}
+    path.write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="init: missing has to be a text"):
+        load(path)
