@@ -53,7 +53,7 @@ class Parameter(NamedTuple):
     def key_from(self, key: KeySource) -> jax.Array:
         """A random key for this parameter, independent of other parameters."""
         if callable(key):
-            return key()
+            return as_key(key())
         return jax.random.fold_in(key, zlib.crc32(self.path.encode()))
 
 
