@@ -185,7 +185,7 @@ def _with_parameters(edited: Callable[..., Any], value: Array, context: Any) -> 
     keys: list[jax.Array] = []
 
     def any_key() -> jax.Array:
-        keys.append(jax.random.PRNGKey(0))
+        keys.append(jax.random.key(0))
         return keys[-1]
 
     with hk.with_rng(
@@ -240,7 +240,7 @@ def _sources(edited: Callable[..., Any], value: Array) -> list[set[int]]:
             slots = slots_of(edited(value, lambda: key))
         return [0 if is_empty(slot.value) else slot.value for slot in slots]
 
-    jaxpr = jax.make_jaxpr(arrays)(value, jax.random.PRNGKey(0)).jaxpr
+    jaxpr = jax.make_jaxpr(arrays)(value, jax.random.key(0)).jaxpr
     found = {variable: {i} for i, variable in enumerate(jaxpr.invars)}
 
     def of(variables: Sequence[Any]) -> list[set[int]]:
