@@ -189,7 +189,7 @@ def _with_parameters(edited: Callable[..., Any], value: Array, context: Any) -> 
         return keys[-1]
 
     with hk.with_rng(
-        jax.random.PRNGKey(0)
+        jax.random.key(0)
     ):  # for initializers of Haiku, which apply has no key for
         new = edited(value, any_key)
     slots = slots_of(new)
@@ -236,7 +236,7 @@ def _sources(edited: Callable[..., Any], value: Array) -> list[set[int]]:
     """For each array of an edited value, its sources: the value, the key, or both."""
 
     def arrays(value: Array, key: jax.Array) -> list[Array]:
-        with hk.with_rng(jax.random.PRNGKey(0)):
+        with hk.with_rng(jax.random.key(0)):
             slots = slots_of(edited(value, lambda: key))
         return [0 if is_empty(slot.value) else slot.value for slot in slots]
 
