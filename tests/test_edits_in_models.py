@@ -412,3 +412,37 @@ def test_factors_of_a_getter_are_no_targets_of_a_creator():
     params = t.init(jax.random.PRNGKey(0), jnp.ones((2, 4)))["linear"]
     assert isinstance(params["w"], hki.Zeros) and isinstance(params["b"], hki.Zeros)
     assert np.abs(params["w_lora_a"]).min() > 0
+
+
+def test_an_edit_that_takes_keys_from_haiku_itself_gets_those_of_the_model():
+    """Each use has another key, and without a key of the model there is none."""
+
+    def noisy(params):
+        return jax.tree.map(lambda w: w + jax.random.normal(hk.next_rng_key(), w.shape), params)
+
+    def model(x):
+        with hk.custom_getter(hki.getter(noisy)):
+            return hk.Linear(3)(x)
+
+    t, x = hki.transform_implicit(hk.transform(model)), jnp.ones((2, 4))
+    params = t.init(KEY, x)
+    one, same, two = (jax.jit(t.apply)(params, jax.random.key(i), x) for i in (0, 0, 1))
+    np.testing.assert_array_equal(one, same)
+    assert np.abs(one - two).min() > 1e-3
+    with pytest.raises(ValueError, match="PRNGKey"):
+        t.apply(params, None, x)
+
+
+def test_each_step_rounds_by_another_key_in_a_getter():
+    rule = QtRule(weight_qtype="int8", bwd_qtype="int8", bwd_stochastic_rounding="uniform")
+
+    def model(x):
+        with hk.custom_getter(hki.quantized_training_getter([rule])):
+            return hk.Linear(8)(x)
+
+    t, x = hki.transform_implicit(hk.transform(model)), jax.random.normal(KEY, (16, 12))
+    params = t.init(KEY, x)
+    grad = jax.jit(jax.grad(lambda p, key: (t.apply(p, key, x) ** 2).sum()))
+    one, same, two = (grad(params, jax.random.key(i))["linear"]["w"] for i in (0, 0, 1))
+    np.testing.assert_array_equal(one, same)
+    assert np.abs(one - two).max() > 1e-4

@@ -188,14 +188,17 @@ def _with_parameters(edited: Callable[..., Any], value: Array, context: Any) -> 
         keys.append(jax.random.key(0))
         return keys[-1]
 
-    with hk.with_rng(
-        jax.random.key(0)
-    ):  # for initializers of Haiku, which apply has no key for
+    # The model's keys stay as they are, and apply may have none. Keys that the edit takes from Haiku by
+    # itself are noticed, as the sequence has another key then.
+    own_key = jax.random.PRNGKey(0)
+    with hk.with_rng(own_key):
         new = edited(value, any_key)
+        sequence = hk.maybe_get_rng_sequence_state()
+    drawn = bool(keys) or sequence is None or sequence[0] is not own_key
     slots = slots_of(new)
     added, sources = _added(edited, value, slots)
     if not added:
-        return edited(value) if keys else new
+        return edited(value) if drawn else new
     if any(_KEY in own for i, own in enumerate(sources) if i not in added):
         raise ValueError(
             "edit: arrays that do not become parameters depend on a random key from Haiku, which "
@@ -236,7 +239,7 @@ def _sources(edited: Callable[..., Any], value: Array) -> list[set[int]]:
     """For each array of an edited value, its sources: the value, the key, or both."""
 
     def arrays(value: Array, key: jax.Array) -> list[Array]:
-        with hk.with_rng(jax.random.key(0)):
+        with hk.with_rng(key):
             slots = slots_of(edited(value, lambda: key))
         return [0 if is_empty(slot.value) else slot.value for slot in slots]
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.keys import KeySource
+from haiku_implicit.core.keys import KeySource, as_key
 from haiku_implicit.core.predicates import Predicate, path_of
 from haiku_implicit.core.typing import Array
 from haiku_implicit.params.trees.one_by_one import is_one_of_many
