@@ -76,6 +76,7 @@ from haiku_implicit.params.creators import (
     zeros_creator,
     zeros_getter,
 )
+from haiku_implicit.params.haiku.frozen import freeze
 from haiku_implicit.params.haiku.hooks import creator, getter
 from haiku_implicit.params.haiku.transformed import transform_implicit
 from haiku_implicit.params.placement import place, shardings
@@ -186,6 +187,7 @@ __all__ = [
     "combine",
     "value_and_grad",
     "grad",
+    "freeze",
     "freeze_declared",
     "freeze_keys",
     "freeze_subtrees",

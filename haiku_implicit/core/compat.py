@@ -23,6 +23,9 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].default
 
 
+# Makes a reference to a copy of an array; None if `checkpoint` can't close over one (before JAX 0.9).
+new_ref: Any = jax.new_ref if jax.__version_info__ >= (0, 9) else None
+
 # Whether a rule for XLA's partitioner can name the axes that are summed over (not in JAX 0.7.0).
 PARTITIONING_RULES = "reduction_factors" in inspect.signature(SdyShardingRule).parameters
 
@@ -208,6 +211,11 @@ def manual_axes(params: EqnParams) -> frozenset[str]:
         if name in params:
             return frozenset(params[name])
     return frozenset(params["mesh"].axis_names)
+
+
+def in_manual_region() -> bool:
+    """Whether the program of one of several devices is being traced (`shard_map`, `pmap`)."""
+    return jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
 def vary_like(x: Array, others: Any) -> Array:

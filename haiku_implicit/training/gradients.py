@@ -45,11 +45,13 @@ class Slot(NamedTuple):
       path: its keys, as text.
       value: the array, or the value that the slot holds instead.
       fields: the implicit arrays around it, outermost first, each as (type, name of the field).
+      keys: its keys as a parameter of its own, such as `('linear', 'w_lora_a')`.
     """
 
     path: tuple[str, ...]
     value: Array
     fields: tuple[tuple[type[ImplicitArray], str], ...]
+    keys: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -61,18 +63,22 @@ def is_empty(x: Array) -> bool:
     return x is None or isinstance(x, Zeros | optax.MaskedNode)
 
 
-def slots_of(tree: Tree, path: Any = (), fields: Any = ()) -> list[Slot]:
+def slots_of(tree: Tree, path: Any = (), fields: Any = (), names: Any = ()) -> list[Slot]:
     """Finds the slots of a tree, in the order of its leaves."""
     found = []
     is_slot = lambda x: is_implicit(x) or is_empty(x)  # noqa: E731
     leaves, _ = jax.tree_util.tree_flatten_with_path(containers.opened(tree, is_slot), is_slot)
     for keys, x in leaves:
-        here = (*path, *(jax.tree_util.keystr((k,), simple=True) for k in keys))
+        own = [jax.tree_util.keystr((k,), simple=True) for k in keys]
+        here, names_here = (*path, *own), (*names, *own)
         if is_empty(x) or not is_implicit(x):
-            found.append(Slot(here, x, fields))
+            found.append(Slot(here, x, fields, names_here))
             continue
+        *module, last = names_here or ("",)
         for name in data_names(type(x)):
-            found += slots_of(getattr(x, name), (*here, name), (*fields, (type(x), name)))
+            inner = (*module, f"{last}_{type(x).__name__.lower()}_{name}")
+            field = (*fields, (type(x), name))
+            found += slots_of(getattr(x, name), (*here, name), field, inner)
     return found
 
 

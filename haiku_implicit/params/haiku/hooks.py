@@ -210,11 +210,10 @@ def _with_parameters(edited: Callable[..., Any], value: Array, context: Any) -> 
     arrays = [slot.value for slot in slots]
     with editing_one_by_one(set()):  # without edits of the new parameters
         for i in added:
-            fields = "_".join(f"{kind.__name__.lower()}_{field}" for kind, field in slots[i].fields)
             shape, own = arrays[i].shape, arrays[i].dtype
             own = dtype if own == value.dtype else own
             init = functools.partial(lambda i, *_: initial()[i].value, i)
-            arrays[i] = hk.get_parameter(f"{context.name}_{fields}", shape, own, init)
+            arrays[i] = hk.get_parameter(context.name + slots[i].keys[-1], shape, own, init)
     return treedef_of(new).unflatten(arrays)
 
 

@@ -76,23 +76,27 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
       >>> jax.jit(t.apply)(params, None, x).shape
       (1, 3)
     """
-    if not isinstance(t, AnyTransformed):
-        raise TypeError(
-            "t: expected what hk.transform, hk.transform_with_state, hk.multi_transform, "
-            "hk.multi_transform_with_state or hk.without_apply_rng returns, got "
-            f"{type(t).__name__}. A function is transformed first: "
-            "transform_implicit(hk.transform(f))"
-        )
+    check_transformed("t", t)
     wrap = _cached if cache else use_implicit_args
     has_state = isinstance(t, hk.TransformedWithState | hk.MultiTransformedWithState)
 
     def wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
         return _keeping_state_dense(wrap(apply)) if has_state else wrap(apply)
 
-    new = type(t)(init=wrap(t.init), apply=jax.tree.map(wrap_apply, t.apply))
+    new: Any = t._replace(init=wrap(t.init), apply=jax.tree.map(wrap_apply, t.apply))
     for original, wrapped in zip(jax.tree.leaves(t.apply), jax.tree.leaves(new.apply), strict=True):
         _ORIGINALS[wrapped] = original
     return new
+
+
+def check_transformed(argument: str, t: Any) -> None:
+    """Raises for anything but a transformed Haiku function."""
+    if not isinstance(t, AnyTransformed):
+        raise TypeError(
+            f"{argument}: expected what hk.transform, hk.transform_with_state, hk.multi_transform, "
+            "hk.multi_transform_with_state or hk.without_apply_rng returns, got "
+            f"{type(t).__name__}. A function is transformed first, as in hk.transform(f)"
+        )
 
 
 # The original `apply`, by the `apply` that `transform_implicit` returned for it.
@@ -102,6 +106,21 @@ _ORIGINALS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def original_of(apply: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
     """The function that `transform_implicit` wrapped as `apply`, and whether there is one."""
     return _ORIGINALS.get(apply, apply), apply in _ORIGINALS
+
+
+# Other functions that take implicit arrays, made from those of `transform_implicit`.
+_IMPLICIT: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def marked_implicit(t: T) -> T:
+    """Notes that a transformed function takes implicit arrays, and returns it."""
+    _IMPLICIT.update(jax.tree.leaves(t.apply))
+    return t
+
+
+def takes_implicit(t: AnyTransformed) -> bool:
+    """Whether a transformed function takes implicit arrays."""
+    return all(f in _ORIGINALS or f in _IMPLICIT for f in jax.tree.leaves(t.apply))
 
 
 def _keeping_state_dense(apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.transform import is_value, split
 from haiku_implicit.core.typing import Array, Params, State, Tree
-from haiku_implicit.params.haiku.transformed import AnyTransformed
+from haiku_implicit.params.haiku.transformed import AnyTransformed, marked_implicit
 from haiku_implicit.quantized.products.activation_stats import QuantStats, Shapes
 from haiku_implicit.quantized.types.static_quantized import StaticQuantized
 from haiku_implicit.quantized.types.trained_quantized import TrainedQuantized
@@ -111,7 +111,7 @@ def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
         apply = apply if has_state else _with_state(apply)
         return _updating(apply, decay) if update else _reading(apply)
 
-    return kind(init=init, apply=jax.tree.map(wrap, t.apply))
+    return marked_implicit(kind(init=init, apply=jax.tree.map(wrap, t.apply)))
 
 
 def init_quant_stats(

@@ -1,0 +1,334 @@
+"""`freeze`: a model whose parameters are only its trained arrays, for a training loop as it is."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core import compat
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.transform import is_value, tree_leaves_with_implicit
+from haiku_implicit.core.typing import Array, Params, TreeDef
+from haiku_implicit.params.haiku.transformed import (
+    AnyTransformed,
+    check_transformed,
+    marked_implicit,
+    takes_implicit,
+    transform_implicit,
+)
+from haiku_implicit.training.gradients import slots_of, trained, treedef_of
+
+Keys = tuple[str, ...]
+
+
+def freeze(
+    model: AnyTransformed,
+    params: Params,
+    *,
+    trainable_dense: Targets = False,
+    by_reference: bool = True,
+) -> tuple[Any, Params]:
+    """Hides the frozen arrays in a model, so that its parameters are only the trained arrays.
+
+    The new parameters are ordinary arrays of floats in Haiku's nesting, `{module: {name: array}}`. So
+    any training loop for Haiku takes them as it is: `jax.grad`, each optax optimizer,
+    `optax.apply_updates`, Orbax, a `TrainState`. The optimizer has state for the trained arrays alone,
+    and nothing can change the frozen ones. A field of an implicit array has the name that a `getter`
+    would give it, such as `w_lora_a` for the factor `a` of a LoRA on `w`.
+
+    Args:
+      model: the result of `hk.transform`, `hk.transform_with_state`, `hk.multi_transform`,
+        `hk.multi_transform_with_state`, `hk.without_apply_rng` or `transform_implicit`. If the
+        parameters have implicit arrays, it is wrapped by `transform_implicit`.
+      params: all its parameters, dense or implicit.
+      trainable_dense: which dense arrays are trained too, as in `partition`. By default none is: the
+        types of implicit arrays declare which of their fields are trained. `'head/.*'` also trains a
+        head, and `hki.BIASES` all biases.
+      by_reference: whether the frozen arrays become arguments of each compiled program that uses the
+        model, as JAX's references do (`jax.new_ref`). Otherwise they are constants in each program, and
+        `jax.export` needs that. They are constants before JAX 0.9, within `shard_map` and `pmap`, and
+        if there are several devices and the parameters are not on chosen ones.
+
+    Returns:
+      `(model, params)`: the model (a `FrozenTransformed`, or its kin with state or with several
+      functions), and the trained arrays. `apply` takes these instead of all parameters. `init` returns
+      them as they are now, with the state that the model's own `init` makes. `model.params(params)`
+      gives all parameters back, for saving, merging and serving, and `model.whole` takes all of them.
+
+    Raises:
+      TypeError: for anything but a transformed function and a tree of parameters.
+      ValueError: if no array is trained, or `trainable_dense` matches nothing; from `apply`, for other
+        parameters than the trained arrays.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, optax, haiku_implicit as hki
+      >>> model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 1])(x)))
+      >>> x = jnp.ones((4, 3))
+      >>> params = hki.add_lora(model.init(jax.random.key(0), x), jax.random.key(1), rank=1)
+      >>> model, params = hki.freeze(model, params)
+      >>> jax.tree.map(jnp.shape, params)['mlp/~/linear_0']
+      {'w_lora_a': (3, 1), 'w_lora_b': (1, 8)}
+      >>> grads = jax.jit(jax.grad(lambda params: model.apply(params, x).var()))(params)
+      >>> params = optax.apply_updates(params, grads)
+      >>> model.params(params)['mlp/~/linear_0']['w']
+      LoRA(float32[3,8], w=float32[3,8], a=float32[3,1], b=float32[1,8], factor=float32[])
+    """
+    check_transformed("model", model)
+    if not takes_implicit(model) and any(map(is_implicit, tree_leaves_with_implicit(params))):
+        model = transform_implicit(model)
+    halves = _split(params, trainable_dense, by_reference)
+    new = _KINDS[_kind_of(model)](
+        init=_with_start(model, halves),
+        apply=jax.tree.map(functools.partial(_with_frozen, halves), model.apply),
+    )
+    new.whole, new._halves = model, halves
+    return marked_implicit(new), halves.start()
+
+
+class _Frozen:
+    """What the result of `freeze` has beyond `init` and `apply`.
+
+    Attributes:
+      whole: the model that takes all parameters.
+    """
+
+    whole: AnyTransformed
+    _halves: _Halves
+
+    def _replace(self, **fields: Any) -> Any:
+        new = super()._replace(**fields)  # type: ignore[misc]
+        new.whole, new._halves = self.whole, self._halves
+        return new
+
+    def params(self, params: Params) -> Params:
+        """Returns all parameters, with the trained arrays from `params`.
+
+        The frozen arrays are copied, unless the call is within a jitted function.
+
+        Raises:
+          ValueError: for parameters other than those that `freeze` returned.
+        """
+        return self._halves.whole(params)
+
+
+class FrozenTransformed(_Frozen, hk.Transformed):
+    """An `hk.Transformed` that holds frozen parameters; see `freeze`."""
+
+
+class FrozenTransformedWithState(_Frozen, hk.TransformedWithState):
+    """An `hk.TransformedWithState` that holds frozen parameters; see `freeze`."""
+
+
+class FrozenMultiTransformed(_Frozen, hk.MultiTransformed):
+    """An `hk.MultiTransformed` that holds frozen parameters; see `freeze`."""
+
+
+class FrozenMultiTransformedWithState(_Frozen, hk.MultiTransformedWithState):
+    """An `hk.MultiTransformedWithState` that holds frozen parameters; see `freeze`."""
+
+
+_KINDS: dict[type, type] = {
+    hk.Transformed: FrozenTransformed,
+    hk.TransformedWithState: FrozenTransformedWithState,
+    hk.MultiTransformed: FrozenMultiTransformed,
+    hk.MultiTransformedWithState: FrozenMultiTransformedWithState,
+}
+
+
+def _kind_of(model: AnyTransformed) -> type:
+    return next(kind for kind in _KINDS if isinstance(model, kind))
+
+
+def _with_frozen(halves: _Halves, apply: Callable[..., Any]) -> Callable[..., Any]:
+    """An `apply` of the trained arrays."""
+
+    @functools.wraps(apply)
+    def wrapped(params: Params, *args: Any, **kwargs: Any) -> Any:
+        return apply(halves.whole(params), *args, **kwargs)
+
+    return wrapped
+
+
+def _with_start(model: AnyTransformed, halves: _Halves) -> Callable[..., Any]:
+    """An `init` that returns the trained arrays as they were when the model was frozen."""
+    has_state = isinstance(model, hk.TransformedWithState | hk.MultiTransformedWithState)
+
+    @functools.wraps(model.init)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        if not has_state:
+            return halves.start()
+        return halves.start(), model.init(*args, **kwargs)[1]
+
+    return init
+
+
+# --- the two halves ------------------------------------------------------------------------------
+
+
+class _Halves(NamedTuple):
+    """Parameters in two halves: which arrays are trained, and the values of the others.
+
+    Attributes:
+      treedef: the structure of all parameters, with a leaf for each slot.
+      flags: whether the array in each slot is trained.
+      names: the keys of each trained array in the tree of trained arrays.
+      frozen: the values of the other slots.
+      initial: the trained arrays as they were at first.
+    """
+
+    treedef: TreeDef
+    flags: tuple[bool, ...]
+    names: tuple[Keys, ...]
+    frozen: _Held
+    initial: tuple[jax.Array, ...]
+
+    def start(self) -> Params:
+        """The trained arrays as they were at first."""
+        tree: dict[str, Any] = {}
+        for keys, value in zip(self.names, map(jnp.copy, self.initial), strict=True):
+            functools.reduce(lambda t, key: t.setdefault(key, {}), keys[:-1], tree)[keys[-1]] = (
+                value
+            )
+        return tree
+
+    def whole(self, params: Params) -> Params:
+        """All parameters."""
+        given = dict(_flat(params))
+        self._check(given)
+        own, frozen = (given[keys] for keys in self.names), iter(self.frozen.read())
+        values = [next(own if flag else frozen) for flag in self.flags]
+        return self.treedef.unflatten(values)
+
+    def _check(self, given: Mapping[Keys, Array]) -> None:
+        """Raises for parameters other than the trained arrays."""
+        missing = [keys for keys in self.names if keys not in given]
+        others = list(given.keys() - set(self.names))
+        if missing or others:
+            first = (
+                f"{_path(missing[0])} is missing"
+                if missing
+                else f"{_path(others[0])} is not trained"
+            )
+            raise ValueError(
+                f"params: {first}. A model from hki.freeze takes the trained arrays that hki.freeze "
+                "returned. model.params(params) gives all parameters, and model.whole takes all"
+            )
+        for keys, x in zip(self.names, self.initial, strict=True):
+            if np.shape(given[keys]) != x.shape:
+                raise ValueError(
+                    f"params: expected {_path(keys)} in the shape {list(x.shape)}, got "
+                    f"{list(np.shape(given[keys]))}"
+                )
+
+
+def _split(params: Params, trainable_dense: Targets, by_reference: bool) -> _Halves:
+    """Splits parameters into the trained arrays and all others."""
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            "params: expected a mapping of parameters as Haiku's init returns it, got "
+            f"{type(params).__name__}"
+        )
+    slots = slots_of(params)
+    flags = trained(slots, trainable_dense)
+    if not any(flags):
+        raise ValueError(
+            "trainable_dense: no array is trained. No implicit array in the parameters has trained "
+            "fields (hki.add_lora and hki.add_adapter add some), and trainable_dense= names no array"
+        )
+    others, own = (
+        [s for s, f in zip(slots, flags, strict=True) if f is is_own] for is_own in (False, True)
+    )
+    frozen = [slot.value for slot in others]
+    by_reference = by_reference and compat.new_ref is not None and _is_placed(frozen)
+    return _Halves(
+        treedef=treedef_of(params),
+        flags=tuple(flags),
+        names=_unique([slot.keys for slot in own]),
+        frozen=_Held(frozen, by_reference),
+        initial=tuple(jnp.copy(slot.value) for slot in own),
+    )
+
+
+def _is_placed(values: Sequence[Any]) -> bool:
+    """Whether arrays stay on their devices; JAX moves others to the devices of a program."""
+    loose = [x for x in values if _can_be_referenced(x) and not getattr(x, "committed", False)]
+    if not loose or jax.device_count() == 1:
+        return True
+    warnings.warn(
+        f"{len(loose)} frozen arrays are on no chosen device, and there are {jax.device_count()}. So "
+        "each compiled program contains these arrays as constants. Place the parameters before freeze: "
+        "jax.device_put(params, jax.devices()[0]) or hki.place",
+        stacklevel=4,
+    )
+    return False
+
+
+def _unique(names: Sequence[Keys]) -> tuple[Keys, ...]:
+    """The names, of which each that occurs before gets an underscore."""
+    found: dict[Keys, None] = {}
+    for *module, name in names:
+        while (*module, name) in found:
+            name += "_"
+        found[(*module, name)] = None
+    return tuple(found)
+
+
+def _flat(
+    tree: Mapping[str, Any], keys: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Array]]:
+    """The arrays of nested mappings, by their keys."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, (*keys, str(key)))
+        else:
+            yield (*keys, str(key)), value
+
+
+def _path(keys: Sequence[str]) -> str:
+    return "/".join(keys)
+
+
+class _Held:
+    """Arrays that a function reads and that are none of its arguments.
+
+    JAX writes such arrays into a compiled program as constants. References become arguments of the
+    program, which stays small, and all programs share the arrays.
+    """
+
+    def __init__(self, values: Sequence[Any], by_reference: bool):
+        self._values = list(values)
+        slots: dict[int, list[int]] = {}
+        for i, x in enumerate(values):
+            if by_reference and _can_be_referenced(x):
+                slots.setdefault(id(x), []).append(i)
+        # One reference for each array, in however many slots it is.
+        self._refs = [(compat.new_ref(values[own[0]]), own) for own in slots.values()]
+        for _, own in self._refs:
+            for i in own:
+                self._values[i] = None
+
+    def read(self) -> list[Array]:
+        values = list(self._values)
+        # JAX can't give references to a program for one of several devices.
+        constants = jax.ensure_compile_time_eval if compat.in_manual_region() else nullcontext
+        with constants():
+            for ref, own in self._refs:
+                array = ref[...]
+                for i in own:
+                    values[i] = array
+        return values
+
+
+def _can_be_referenced(x: Any) -> bool:
+    """Whether a value is a concrete array. A reference would forget that a type is weak."""
+    concrete = isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
+    return concrete and is_value(x) and not getattr(x, "weak_type", False)

@@ -1,0 +1,486 @@
+"""`hki.freeze`: training loops as they are, of models that hold their frozen arrays."""
+
+import functools
+import warnings
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import haiku_implicit as hki
+from tests.devices import run_on_devices
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+DENSE = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 6, 2])(x)))
+
+
+def changed(params, by=0.1):
+    """Parameters in which no trained array is zero, as the factors of a new LoRA are."""
+    trained, frozen = hki.partition(params)
+    return hki.combine(jax.tree.map(lambda x: x + by, trained), frozen)
+
+
+def with_lora(params):
+    return changed(hki.add_lora(params, jax.random.key(1), rank=2))
+
+
+def on_int8(params):
+    return with_lora(hki.quantize_params(params, dtype="int8"))
+
+
+MAKERS = {
+    "LoRA": with_lora,
+    "LoRA on int8": on_int8,
+    "LoRA on nf4": lambda p: with_lora(hki.quantize_params(p, dtype="nf4", group_size=2)),
+    "DoRA": lambda p: changed(hki.add_adapter(p, 3, "dora", rank=2)),
+    "IA3 on LoRA": lambda p: changed(hki.add_adapter(with_lora(p), 4, "ia3", targets=".*/w")),
+    "dense": lambda p: p,
+}
+
+
+def twins(make=on_int8, trainable_dense=False):
+    """The loss of a frozen model and its parameters; the loss of the two halves and theirs."""
+    params = make(DENSE.init(jax.random.key(0), X))
+    model, own = hki.freeze(DENSE, params, trainable_dense=trainable_dense)
+    half, frozen = hki.partition(params, trainable_dense)
+    whole = hki.transform_implicit(DENSE)
+    return (
+        (lambda p, x: (model.apply(p, x) ** 2).sum(), own),
+        (lambda p, x: (whole.apply(hki.combine(p, frozen), x) ** 2).sum(), half),
+    )
+
+
+def by_name(tree):
+    """Arrays by path and field, whether a tree has implicit arrays or arrays of names like `w_lora_a`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(k, simple=True, separator="/").split("_")[-1]: x for k, x in leaves
+    }
+
+
+def assert_same(found, expected):
+    found, expected = map(jax.tree.leaves, (found, expected))
+    assert len(found) == len(expected) > 0
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def step(loss, p, x):
+    return jax.tree.map(lambda a, g: a - 0.01 * g, p, jax.grad(loss)(p, x))
+
+
+USES = {
+    "eager": lambda loss, p: loss(p, X),
+    "jit": lambda loss, p: jax.jit(loss)(p, X),
+    "grad": lambda loss, p: jax.grad(loss)(p, X),
+    "jit of grad": lambda loss, p: jax.jit(jax.value_and_grad(loss))(p, X),
+    "grad of jit": lambda loss, p: jax.grad(jax.jit(loss))(p, X),
+    "vmap over inputs": lambda loss, p: jax.vmap(loss, (None, 0))(p, X),
+    "vmap over models": lambda loss, p: jax.jit(jax.vmap(jax.grad(loss), (0, None)))(
+        jax.tree.map(lambda a: jnp.stack([a, 2 * a]), p), X
+    ),
+    "scan": lambda loss, p: jax.jit(
+        lambda p: jax.lax.scan(lambda c, x: (step(loss, c, x), loss(c, x)), p, jnp.stack([X, -X]))
+    )(p),
+    "fori_loop": lambda loss, p: jax.lax.fori_loop(0, 3, lambda _, c: step(loss, c, X), p),
+    "cond": lambda loss, p: jax.jit(
+        jax.grad(lambda p: jax.lax.cond(X[0, 0] < 9, lambda: loss(p, X), lambda: 0.0))
+    )(p),
+    "checkpoint": lambda loss, p: jax.jit(jax.grad(jax.checkpoint(loss)))(p, X),
+    "jvp of grad": lambda loss, p: jax.jvp(lambda p: jax.grad(loss)(p, X), (p,), (p,)),
+    "linearize": lambda loss, p: jax.linearize(lambda p: loss(p, X), p)[1](p),
+    "map in batches": lambda loss, p: jax.lax.map(lambda x: loss(p, x[None]), X, batch_size=2),
+    "ahead of time": lambda loss, p: jax.jit(loss).lower(p, X).compile()(p, X),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_frozen_model_computes_what_its_halves_do(use):
+    (loss, own), (of_halves, half) = twins()
+    assert_same(USES[use](loss, own), USES[use](of_halves, half))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_each_kind_of_parameters(kind):
+    (loss, own), (of_halves, half) = twins(MAKERS[kind], trainable_dense=r".*/b")
+    assert all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(own))
+    found = jax.jit(jax.value_and_grad(loss))(own, X)
+    assert_same(found, jax.value_and_grad(of_halves)(half, X))
+
+
+def test_trained_arrays_have_the_names_of_a_getter():
+    def forward(x):
+        with hk.custom_getter(hki.getter(functools.partial(hki.add_lora, rank=2))):
+            return hk.nets.MLP([8, 6, 2])(x)
+
+    added = hki.transform_implicit(hk.transform(forward)).init(jax.random.key(0), X)
+    _, own = hki.freeze(DENSE, with_lora(DENSE.init(jax.random.key(0), X)))
+    shapes = {m: {k: v.shape for k, v in p.items() if "lora" in k} for m, p in added.items()}
+    assert jax.tree.map(jnp.shape, own) == shapes
+
+
+# --- loops of others -------------------------------------------------------------------------------
+
+IS_FACTOR = functools.partial(hk.data_structures.map, lambda m, n, v: n.endswith("_b"))
+LABELS = functools.partial(hk.data_structures.map, lambda m, n, v: "ab"[n.endswith("_b")])
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
+    "masked decay": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=IS_FACTOR),
+    "two rates": lambda: optax.multi_transform(
+        {"a": optax.sgd(1e-2), "b": optax.adam(1e-2)}, LABELS
+    ),
+    "accumulation": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    "schedule-free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2),
+    "average": lambda: optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-2, momentum=0.9)),
+    "masked": lambda: optax.masked(optax.adam(1e-2), IS_FACTOR),
+    "lamb": lambda: optax.lamb(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_optax(name):
+    """The steps are those of the same model in which LoRA is written by hand."""
+    params = with_lora(DENSE.init(jax.random.key(0), X))
+    model, own = hki.freeze(DENSE, params)
+
+    def by_hand(p, x):
+        for i in range(3):
+            w, layer = params[f"mlp/~/linear_{i}"]["w"], p[f"mlp/~/linear_{i}"]
+            x = x @ (w.w + w.factor * layer["w_lora_a"] @ layer["w_lora_b"])
+            x = x + params[f"mlp/~/linear_{i}"]["b"]
+            x = jax.nn.relu(x) if i < 2 else x
+        return x
+
+    optimizer, trained = OPTIMIZERS[name](), []
+    for apply in (model.apply, by_hand):
+
+        @jax.jit
+        def update(p, state, x, apply=apply):
+            grads = jax.grad(lambda p: (apply(p, x) ** 2).sum())(p)
+            updates, state = optimizer.update(grads, state, p)
+            return optax.apply_updates(p, updates), state
+
+        p, state = own, optimizer.init(own)
+        for i in range(4):
+            p, state = update(p, state, X * (1 + i))
+        trained.append(p)
+    np.testing.assert_array_less(
+        0, jax.tree.leaves(jax.tree.map(lambda a, b: abs(a - b).max(), trained[0], own))
+    )
+    for a, b in zip(*map(jax.tree.leaves, trained), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    frozen = hki.partition(model.params(trained[0]), False)[1]
+    jax.tree.map(np.testing.assert_array_equal, frozen, hki.partition(params, False)[1])
+
+
+def test_the_state_of_the_optimizer_is_for_trained_arrays_alone():
+    (_, own), _ = twins()
+    size = sum(x.size for x in jax.tree.leaves(own))
+    assert sum(x.size for x in jax.tree.leaves(optax.adam(1e-3).init(own))) == 2 * size + 1
+
+
+def test_a_step_that_donates_its_parameters():
+    (loss, own), _ = twins()
+    donating = jax.jit(functools.partial(step, loss), donate_argnums=0)
+    expected = step(loss, step(loss, own, X), X)
+    assert_same(donating(donating(own, X), X), expected)
+    assert all(x.is_deleted() for x in jax.tree.leaves(own))
+
+
+def test_init_gives_the_first_parameters_after_they_were_donated():
+    params = on_int8(DENSE.init(jax.random.key(0), X))
+    model, own = hki.freeze(DENSE, params)
+    first = jax.tree.map(np.asarray, own)
+    jax.jit(lambda p: jax.tree.map(jnp.negative, p), donate_argnums=0)(own)
+    jax.tree.map(np.testing.assert_array_equal, model.init(jax.random.key(3), X), first)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(model.init)(jax.random.key(3), X), first)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+# --- kinds of transformed functions ----------------------------------------------------------------
+
+
+def with_state(x, is_training):
+    x = hk.Linear(6)(x)
+    x = hk.BatchNorm(True, True, 0.9)(x, is_training)
+    return hk.dropout(hk.next_rng_key(), 0.5, x) if is_training else x
+
+
+def test_a_model_with_state_and_keys():
+    t = hk.transform_with_state(with_state)
+    params, state = t.init(jax.random.key(0), X, True)
+    params = on_int8(params)
+    model, own = hki.freeze(t, params, trainable_dense=".*(scale|offset)")
+    assert set(own) == {"linear", "batch_norm"}
+    whole = hki.transform_implicit(t)
+    for key in (1, 2):
+        expected = whole.apply(params, state, jax.random.key(key), X, True)
+        found = jax.jit(model.apply, static_argnums=4)(own, state, jax.random.key(key), X, True)
+        assert_same(found, expected)
+        state = found[1]
+    assert_same(model.apply(own, state, None, X, False), whole.apply(params, state, None, X, False))
+    first, new_state = model.init(jax.random.key(0), X, True)
+    assert_same(first, own)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_several_functions(state):
+    def model():
+        body, head = hk.Linear(6, name="body"), hk.Linear(2, name="head")
+        return (lambda x: head(body(x))), {"body": body, "whole": lambda x: head(body(x))}
+
+    t = (hk.multi_transform_with_state if state else hk.multi_transform)(model)
+    key = jax.random.key(0)
+    made = t.init(key, X)
+    params, rest = (made[0], (made[1],)) if state else (made, ())
+    params = on_int8(params)
+    frozen, own = hki.freeze(t, params)
+    whole = hki.transform_implicit(t)
+    for name in ("body", "whole"):
+        found = frozen.apply[name](own, *rest, None, X)
+        assert_same(found, whole.apply[name](params, *rest, None, X))
+    first = frozen.init(key, X)
+    assert_same(first[0] if state else first, own)
+    assert not state or first[1] == {}
+
+
+def test_layers_of_a_stack():
+    @hk.transform
+    def t(x):
+        return hk.experimental.layer_stack(3)(lambda x: jnp.tanh(hk.Linear(6)(x)))(x)
+
+    params = with_lora(t.init(jax.random.key(0), X))
+    model, own = hki.freeze(t, params)
+    assert_same(model.apply(own, None, X), hki.transform_implicit(t).apply(params, None, X))
+    shapes = jax.tree.map(jnp.shape, own)
+    assert list(shapes.values()) == [{"w_lora_a": (3, 6, 2), "w_lora_b": (3, 2, 6)}]
+
+
+def test_within_another_haiku_function():
+    """The frozen model as a part of another one, lifted into it."""
+    model, own = hki.freeze(DENSE, on_int8(DENSE.init(jax.random.key(0), X)))
+
+    def outer(x):
+        inner = hk.lift(model.init, name="inner")(
+            hk.next_rng_key() if hk.running_init() else None, x
+        )
+        return hk.Linear(1)(model.apply({k.removeprefix("inner/"): v for k, v in inner.items()}, x))
+
+    t = hk.without_apply_rng(hk.transform(outer))
+    params = t.init(jax.random.key(0), X)
+    assert_same({k: v for k, v in params.items() if k.startswith("inner/")}, own)
+    linear = params["linear"]
+    assert_same(t.apply(params, X), model.apply(own, X) @ linear["w"] + linear["b"])
+    assert_same(jax.grad(lambda p: t.apply(p, X).sum())(params)["linear"]["b"], 4.0)
+
+
+def test_flat_maps_and_frozen_models_again():
+    params = hk.data_structures.to_immutable_dict(on_int8(DENSE.init(jax.random.key(0), X)))
+    model, own = hki.freeze(DENSE, params)
+    immutable = hk.data_structures.to_immutable_dict(own)
+    assert_same(model.apply(immutable, X), model.apply(own, X))
+    assert isinstance(model.params(own), type(params))
+    again, factors = hki.freeze(model, own, trainable_dense=".*_b")
+    assert {n for p in factors.values() for n in p} == {"w_lora_b"}
+    assert_same(again.apply(factors, X), model.apply(own, X))
+
+
+def test_with_statistics_of_activations():
+    rules = [hki.quantization.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)]
+    params = hki.quantized_training(DENSE.init(jax.random.key(0), X), rules)
+    stats = hki.with_quant_stats(hki.transform_implicit(DENSE))
+    state = hki.init_quant_stats(hki.transform_implicit(DENSE), params, {}, X)
+    model, own = hki.freeze(stats, params)
+    found, expected = model.apply(own, state, X), stats.apply(params, state, X)
+    assert_same(found, expected)
+    loss = lambda p, s: model.apply(p, s, X)[0].sum()  # noqa: E731
+    half, rest = hki.partition(params)
+    of_halves = lambda h, s: stats.apply(hki.combine(h, rest), s, X)[0].sum()  # noqa: E731
+    grads = jax.tree.leaves(jax.grad(of_halves)(half, state))
+    own_grads = jax.tree.leaves(jax.grad(loss)(own, state))
+    assert 0 < len(own_grads) <= len(grads)
+
+
+def test_expressions_of_a_frozen_model():
+    params = on_int8(DENSE.init(jax.random.key(0), X))
+    model, own = hki.freeze(DENSE, params)
+    mox = hki.mox.make_mox(model.whole)(X, params=params)
+    assert_same(hki.mox.eval_mox(mox, model.params(own), X), model.apply(own, X))
+
+
+def test_the_function_is_wrapped_once():
+    params = on_int8(DENSE.init(jax.random.key(0), X))
+    wrapped = hki.transform_implicit(DENSE)
+    model, own = hki.freeze(wrapped, params)
+    assert model.whole is wrapped
+    again = hki.transform_implicit(model)
+    assert_same(again.apply(own, X), model.apply(own, X))
+    assert_same(again.params(own), params)
+
+
+# --- programs --------------------------------------------------------------------------------------
+
+
+def programs(donate=False):
+    """Compiled training steps: with the frozen half as an argument, and with a frozen model."""
+    t = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([256] * 3)(x)))
+    x = jnp.ones((2, 256))
+    params = hki.add_lora(t.init(jax.random.key(0), x), jax.random.key(1), rank=2)
+    model, own = hki.freeze(t, params)
+    half, frozen = hki.partition(params, False)
+    whole = hki.transform_implicit(t)
+
+    def of_halves(half, frozen, x):
+        return step(lambda h, x: (whole.apply(hki.combine(h, frozen), x) ** 2).sum(), half, x)
+
+    def of_model(own, x):
+        return step(lambda p, x: (model.apply(p, x) ** 2).sum(), own, x)
+
+    return [
+        jax.jit(f, donate_argnums=0).lower(*args)
+        for f, args in ((of_halves, (half, frozen, x)), (of_model, (own, x)))
+    ], (model, own, x)
+
+
+@pytest.mark.skipif(False, reason="")
+def test_frozen_arrays_are_arguments_of_programs():
+    (by_argument, frozen), _ = programs()
+    weights = 3 * 256 * 256 * 4
+    assert len(frozen.as_text()) < len(by_argument.as_text()) + weights / 100
+    a, b = (x.compile() for x in (by_argument, frozen))
+    flops = [x.cost_analysis()["flops"] for x in (a, b)]
+    assert flops[0] == flops[1]
+    a, b = (x.memory_analysis() for x in (a, b))
+    for field in ("argument_size_in_bytes", "temp_size_in_bytes"):
+        assert abs(getattr(a, field) - getattr(b, field)) <= weights / 100
+    new = lambda m: m.output_size_in_bytes - m.alias_size_in_bytes  # noqa: E731
+    assert new(b) <= new(a) + weights / 100  # nothing is copied out
+
+
+def test_programs_share_one_copy():
+    t = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(512, name="only")(x)))
+    x = jnp.ones((2, 512))
+    model, own = hki.freeze(t, hki.add_lora(t.init(jax.random.key(0), x), 1, rank=1))
+    train = jax.jit(functools.partial(step, lambda p, x: (model.apply(p, x) ** 2).mean()))
+    evaluate = jax.jit(model.apply)
+    weight_is = lambda a: a.shape == (512, 512)  # noqa: E731
+    for _ in range(2):
+        own = train(own, x)
+        evaluate(own, x)
+    assert sum(map(weight_is, jax.live_arrays())) <= 1
+
+
+def test_programs_without_references():
+    params = on_int8(DENSE.init(jax.random.key(0), X))
+    model, own = hki.freeze(DENSE, params, by_reference=False)
+    exported = jax.export.export(jax.jit(model.apply))(own, X)
+    again = jax.export.deserialize(exported.serialize())
+    assert_same(again.call(own, X), model.apply(own, X))
+
+
+DEVICES = """
+import warnings, haiku as hk, jax, jax.numpy as jnp, numpy as np
+import haiku_implicit as hki
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+t = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 8])(x)))
+x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
+params = hki.add_lora(t.init(jax.random.key(0), x), jax.random.key(1), rank=2)
+params = jax.tree.map(lambda x: x + .1, params)
+loss_of = lambda apply, p, x: (apply(p, x) ** 2).sum()
+half, rest = hki.partition(params, False)
+whole = hki.transform_implicit(t)
+expected = jax.tree.leaves(jax.grad(lambda h: loss_of(whole.apply, hki.combine(h, rest), x))(half))
+
+def check(name, grads):
+    for a, b in zip(jax.tree.leaves(grads), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=name)
+
+split = jax.device_put(x, NamedSharding(mesh, P("d")))
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    model, own = hki.freeze(t, params)
+assert (len(found) == 1) == (hki.core.compat.new_ref is not None), found
+check("not placed", jax.jit(jax.grad(lambda p, x: loss_of(model.apply, p, x)))(own, split))
+
+for spec in (P(), P(None, "d")):
+    places = hki.shardings(params, [(".*/w", spec), (".*", P())], mesh)
+    model, own = hki.freeze(t, jax.device_put(params, places))
+    f = jax.jit(jax.grad(lambda p, x: loss_of(model.apply, p, x)))
+    check(spec, f(own, split))
+    weight = model.params(own)["mlp/~/linear_0"]["w"].w
+    assert weight.sharding.spec == spec, weight.sharding
+mapped = jax.pmap(lambda p, x: jax.lax.psum(jax.grad(lambda p: loss_of(model.apply, p, x))(p), "i"), "i", in_axes=(None, 0))
+check("pmap", jax.tree.map(lambda x: x[0], mapped(jax.device_get(own), x[:, None])))
+on_each = jax.shard_map(lambda p, x: jax.lax.psum(loss_of(model.apply, p, x), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+check("shard_map", jax.jit(jax.grad(on_each))(own, split))
+print("done")
+"""
+
+
+def test_on_eight_devices():
+    assert run_on_devices(DEVICES, 8) == "done"
+
+
+# --- errors ----------------------------------------------------------------------------------------
+
+
+def test_other_parameters_are_refused():
+    params = on_int8(DENSE.init(jax.random.key(0), X))
+    model, own = hki.freeze(DENSE, params)
+    some = {k: v for k, v in own.items() if not k.endswith("1")}
+    with pytest.raises(
+        ValueError, match=r"params: mlp/~/linear_1/w_lora_a is missing.*model\.whole"
+    ):
+        model.apply(some, X)
+    with pytest.raises(ValueError, match=r"params: .*b is not trained.*model\.params"):
+        model.apply({**own, "other": {"b": jnp.ones(2)}}, X)
+    with pytest.raises(ValueError, match="params: "):
+        model.apply(params, X)
+    with pytest.raises(
+        ValueError, match=r"linear_0/w_lora_a in the shape \[6, 2\], got \[4, 6, 2\]"
+    ):
+        model.apply(jax.tree.map(lambda x: jnp.stack([x] * 4), own), X)
+
+
+def test_arguments_that_cannot_be():
+    params = DENSE.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="trainable_dense: no array is trained.*add_lora"):
+        hki.freeze(DENSE, params)
+    with pytest.raises(ValueError, match="trainable_dense: 'nothing' matches none"):
+        hki.freeze(DENSE, params, trainable_dense="nothing")
+    with pytest.raises(TypeError, match="model: expected what hk.transform"):
+        hki.freeze(lambda x: x, params)
+    with pytest.raises(TypeError, match="params: expected a mapping"):
+        hki.freeze(DENSE, jnp.ones(3))
+
+
+def test_names_that_occur_already():
+    params = {
+        "m": {
+            "w": hki.LoRA(jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2))),
+            "w_lora_a": jnp.ones(3),
+        }
+    }
+    t = hk.Transformed(
+        init=lambda *_: params, apply=lambda p, x: x @ p["m"]["w"] + p["m"]["w_lora_a"].sum()
+    )
+    model, own = hki.freeze(t, params, trainable_dense=True)
+    assert {k: v.shape for k, v in own["m"].items()} == {
+        "w_lora_a": (2, 1), "w_lora_b": (1, 2), "w_lora_a_": (3,)
+    }  # fmt: skip
+    np.testing.assert_allclose(model.apply(own, jnp.ones(2)), [6, 6])
+
+
+def test_no_warning_on_one_device():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hki.freeze(DENSE, on_int8(DENSE.init(jax.random.key(0), X)))
