@@ -183,7 +183,7 @@ def documented(road):
         trained = hki.apply_updates(run.trained, updates)
         return run._replace(trained=trained, optimizer=optimizer_state, state=state)
 
-    return start, step
+    return start, lambda run: step
 
 
 def plain(road):
@@ -199,35 +199,66 @@ def plain(road):
 
     def step(run, *batch):
         def loss(trained):
-            return loss_of(road, joined(trained, run.frozen), run.state, *batch)
+            return loss_of(road, joined(road, trained, run.frozen), run.state, *batch)
 
         (_, state), grads = jax.value_and_grad(loss, has_aux=True)(run.trained)
         updates, optimizer_state = optimizer.update(grads, run.optimizer, run.trained)
         trained = optax.apply_updates(run.trained, updates)
         return run._replace(trained=trained, optimizer=optimizer_state, state=state)
 
-    return start, step
+    return start, lambda run: step
 
 
-LOOPS = {"documented": documented, "plain": plain}
+def frozen(road):
+    """A loop without this library, on a model from `hki.freeze`, which each process makes anew."""
+    optimizer = chain(road)
+
+    def start(params):
+        _, trained = hki.freeze(MODEL, params, trainable_dense=True)
+        return trained, params, optimizer.init(trained)
+
+    def step_of(run):
+        model, _ = hki.freeze(MODEL, run.frozen, trainable_dense=True)
+
+        def step(run, *batch):
+            def loss(trained):
+                return loss_of(road, model.params(trained), run.state, *batch)
+
+            (_, state), grads = jax.value_and_grad(loss, has_aux=True)(run.trained)
+            updates, optimizer_state = optimizer.update(grads, run.optimizer, run.trained)
+            trained = optax.apply_updates(run.trained, updates)
+            return run._replace(trained=trained, optimizer=optimizer_state, state=state)
+
+        return step
+
+    return start, step_of
 
 
-def joined(trained, frozen):
+LOOPS = {"documented": documented, "plain": plain, "frozen": frozen}
+
+
+def joined(road, trained, frozen):
     """The whole parameters of a run."""
     if frozen is None:
         return trained
+    if road.loop == "frozen":
+        return hki.freeze(MODEL, frozen, trainable_dense=True)[0].params(trained)
     if isinstance(frozen, hki.AdapterBank):
         return dataclasses.replace(frozen, slots=trained)
     return hki.combine(trained, frozen)
 
 
-# `hki.value_and_grad` says that these need `jax.value_and_grad`.
-PLAIN_ONLY = {"bank", "VB-LoRA", "static training"}
+# `hki.value_and_grad` says that these need `jax.value_and_grad`; a bank is no tree of parameters.
+LEFT_OUT = {
+    "documented": {"bank", "VB-LoRA", "static training"},
+    "plain": set(),
+    "frozen": {"bank"},
+}
 
 ROADS = [
     Road(*names)
     for names in itertools.product(KINDS, LOOPS, ("dict", "FlatMap"))
-    if names[1] == "plain" or names[0] not in PLAIN_ONLY
+    if names[0] not in LEFT_OUT[names[1]]
 ]
 NAMED = {road.name: road for road in ROADS}
 
@@ -271,7 +302,8 @@ def in_places(step, run):
 
 
 def trained_on(road, run, steps):
-    _, step = LOOPS[road.loop](road)
+    _, step_of = LOOPS[road.loop](road)
+    step = step_of(run)
     step = jax.jit(step if jax.device_count() == 1 else in_places(step, run))
     for _ in range(steps):
         key, own = jax.random.split(run.key)
@@ -305,7 +337,9 @@ def first(folder, road):
     run = Run(0, jax.random.key(7), trained, frozen, optimizer, init()[1])
     if KINDS[road.kind].stats:
         arguments = run.state, run.key, inputs(0)[0], True
-        run = run._replace(state=hki.init_quant_stats(MODEL, joined(trained, frozen), *arguments))
+        run = run._replace(
+            state=hki.init_quant_stats(MODEL, joined(road, trained, frozen), *arguments)
+        )
     run = trained_on(road, placed(run)._replace(step=0), STEPS)
     hki.save(path_of(folder, road, "run"), run)
     hki.save(path_of(folder, road, "expected"), trained_on(road, run, STEPS))
@@ -319,7 +353,7 @@ def second(folder, road):
     run = trained_on(road, run, STEPS)
     same_bits(run, hki.load(path_of(folder, road, "expected")))
 
-    params, kind = joined(run.trained, run.frozen), KINDS[road.kind]
+    params, kind = joined(road, run.trained, run.frozen), KINDS[road.kind]
     if isinstance(params, hki.AdapterBank):
         params = params.select(1)
     if kind.adapt or road.kind == "bank":

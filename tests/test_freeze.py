@@ -180,6 +180,54 @@ def test_optimizers_of_optax(name):
     jax.tree.map(np.testing.assert_array_equal, frozen, hki.partition(params, False)[1])
 
 
+@pytest.mark.parametrize("kind", ["LoRA", "LoRA on int8"])
+def test_optax_adds_the_updates_of_freeze_declared(kind):
+    """A loop on whole parameters: the frozen arrays pass through it, and no program copies them."""
+    params = MAKERS[kind](DENSE.init(jax.random.key(0), X))
+    optimizer = hki.freeze_declared(optax.adam(1e-2), trainable_dense=False)
+    apply = hki.transform_implicit(DENSE).apply
+    loss = lambda p: (apply(p, X) ** 2).sum()  # noqa: E731
+
+    def update(p, state):
+        grads = hki.grad(loss, trainable_dense=False)(p)
+        updates, state = optimizer.update(grads, state, p)
+        return optax.apply_updates(p, updates), hki.apply_updates(p, updates)
+
+    state = optimizer.init(params)
+    ours_and_optax = jax.jit(update)(params, state)
+    jax.tree.map(np.testing.assert_array_equal, *ours_and_optax)
+    jaxpr = jax.make_jaxpr(update)(params, state)
+    flags = jax.tree.leaves(jax.tree.map(lambda _: True, hki.partition(params, False)[0]))
+    passed = [v for v in jaxpr.jaxpr.outvars if v in jaxpr.jaxpr.invars]
+    assert len(passed) == 2 * (len(jax.tree.leaves(params)) - len(flags))
+    updates, _ = optimizer.update(hki.grad(loss, trainable_dense=False)(params), state, params)
+    assert all(
+        a is b or not np.shape(a)
+        for a, b in zip(
+            jax.tree.leaves(hki.partition(optax.apply_updates(params, updates), False)[1]),
+            jax.tree.leaves(hki.partition(params, False)[1]),
+            strict=True,
+        )
+    )
+    assert np.all(np.asarray(np.ones(3) + updates["mlp/~/linear_0"]["b"]) == 1)
+
+
+def test_gradients_of_jax_beside_freeze_declared():
+    """`jax.grad` differentiates frozen floats, too; the optimizer leaves them out."""
+    params = with_lora(DENSE.init(jax.random.key(0), X))
+    optimizer = hki.freeze_declared(optax.adam(1e-2), trainable_dense=False)
+    apply = hki.transform_implicit(DENSE).apply
+    grads = jax.grad(lambda p: (apply(p, X) ** 2).sum())(params)
+    dense_too = {m: {n: x if n == "w" else None for n, x in p.items()} for m, p in grads.items()}
+    updates, _ = optimizer.update(dense_too, optimizer.init(params), params)
+    new = optax.apply_updates(params, updates)
+    for a, b in zip(
+        *(jax.tree.leaves(hki.partition(p, False)[1]) for p in (new, params)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(new["mlp/~/linear_0"]["w"].a, params["mlp/~/linear_0"]["w"].a)
+
+
 def test_the_state_of_the_optimizer_is_for_trained_arrays_alone():
     (_, own), _ = twins()
     size = sum(x.size for x in jax.tree.leaves(own))
@@ -350,7 +398,6 @@ def programs(donate=False):
     ], (model, own, x)
 
 
-@pytest.mark.skipif(False, reason="")
 def test_frozen_arrays_are_arguments_of_programs():
     (by_argument, frozen), _ = programs()
     weights = 3 * 256 * 256 * 4

@@ -12,7 +12,7 @@ from tests.devices import HANG, run_on_devices
 
 WALK = "import sys; from tests.roads import walk; walk(*sys.argv[1:3], sys.argv[3:])"
 # The roads that quick tests walk.
-QUICK = ("LoRA on int4 documented dict",)
+QUICK = ("LoRA on int4 documented dict", "LoRA on int4 frozen dict")
 
 
 def walked(chosen, folder, devices):

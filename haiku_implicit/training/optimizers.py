@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from haiku_implicit.arrays import Zeros
 from haiku_implicit.core.array import ImplicitArray, data_names
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.predicates import Targets, predicate_of
@@ -40,8 +42,8 @@ def freeze_declared(
 
     Returns:
       An optimizer of all parameters. Its `update` takes gradients with symbolic zeros, None or arrays
-      in the slots that types freeze, and returns updates with symbolic zeros in all frozen slots (see
-      `apply_updates`).
+      in the slots that types freeze, and returns updates with symbolic zeros in all frozen slots.
+      `optax.apply_updates` adds them, and so does `apply_updates`.
 
     Raises:
       ValueError: by its `update`, if the gradient of a trainable array is missing, and if there is a
@@ -58,7 +60,7 @@ def freeze_declared(
       >>> updates, state = optimizer.update(grads, state, params)
       >>> updates['w'].w
       Zeros(float32[9,9])
-      >>> params = hki.apply_updates(params, updates)
+      >>> params = optax.apply_updates(params, updates)
     """
     return _frozen(optimizer, lambda tree, slots, first: [True] * len(slots), trainable_dense)
 
@@ -211,10 +213,31 @@ def _frozen(
         own = None if params is None else masked(params, "params")
         with naming_lost_types(state):
             new, state = _updated(inner, masked(updates, "updates"), state, own, extra)
-        frozen = list(map(zeros_like, values))
+        frozen = list(map(_no_update, values))
         return fill_slots(treedef, flags, align(treedef, new, "updates"), frozen), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+@dataclasses.dataclass(init=False, eq=False, repr=False)
+class _NoUpdate(Zeros):  # type: ignore[metaclass]
+    """The update of a frozen array: `array + update` is the array, as `optax.apply_updates` adds."""
+
+    __repr__ = Zeros.__repr__
+    # JAX and numpy leave the sum to `__radd__` only if they can't convert this to an array.
+    __array_ufunc__ = None
+
+    @property
+    def __jax_array__(self) -> Any:
+        raise AttributeError("__jax_array__")
+
+    def __radd__(self, array: Array) -> Array:
+        return array
+
+
+def _no_update(x: Array) -> Array:
+    zeros = zeros_like(x)
+    return _NoUpdate(shape=zeros.shape, dtype=zeros.dtype) if isinstance(zeros, Zeros) else zeros
 
 
 def _updated(
