@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import haiku_implicit as hki
+from haiku_implicit.core import compat
 from tests.devices import run_on_devices
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
@@ -431,6 +432,12 @@ def test_programs_without_references():
     exported = jax.export.export(jax.jit(model.apply))(own, X)
     again = jax.export.deserialize(exported.serialize())
     assert_same(again.call(own, X), model.apply(own, X))
+    of_references = hki.freeze(DENSE, params)[0]
+    if compat.new_ref is not None:  # as docs/sharp_edges.md says
+        with pytest.raises(ValueError, match="Too many leaves for PyTreeDef; expected "):
+            jax.export.export(jax.jit(of_references.apply))(own, X)
+    whole = jax.export.export(jax.jit(of_references.whole.apply))(params, X)
+    assert_same(whole.call(params, X), model.apply(own, X))
 
 
 DEVICES = """
@@ -457,6 +464,16 @@ with warnings.catch_warnings(record=True) as found:
     model, own = hki.freeze(t, params)
 assert (len(found) == 1) == (hki.core.compat.new_ref is not None), found
 check("not placed", jax.jit(jax.grad(lambda p, x: loss_of(model.apply, p, x)))(own, split))
+
+model, own = hki.freeze(t, jax.device_put(params, jax.devices()[0]))
+try:
+    jax.jit(model.apply)(own, split)
+except ValueError as error:  # as docs/sharp_edges.md says
+    assert "Received incompatible devices for jitted computation" in str(error)
+else:
+    assert hki.core.compat.new_ref is None
+model, own = hki.freeze(model.whole, jax.device_put(model.params(own), NamedSharding(mesh, P())))
+check("placed again", jax.jit(jax.grad(lambda p, x: loss_of(model.apply, p, x)))(own, split))
 
 for spec in (P(), P(None, "d")):
     places = hki.shardings(params, [(".*/w", spec), (".*", P())], mesh)

@@ -38,12 +38,12 @@ def test_the_three_lines_run():
         return hk.nets.MLP([32, 10])(x)
 
     transformed = hk.transform(forward)
-    scope = dict(hk=hk, hki=hki, forward=forward, loss_of=jnp.var)
+    scope = dict(hk=hk, hki=hki, jax=jax, forward=forward, loss_of=jnp.var)
     scope.update(key=key, batch=batch, params=transformed.init(key, batch))
     exec(compile(code, str(README), "exec"), scope)
-    gradient = scope["grads"]["mlp/~/linear_1"]["w"]
-    assert isinstance(gradient, hki.LoRA) and gradient.b.shape == (8, 10)
-    expected = jnp.var(transformed.apply(hki.materialize(scope["params"]), key, batch))
+    assert scope["grads"]["mlp/~/linear_1"]["w_lora_b"].shape == (8, 10)
+    whole = scope["model"].params(scope["params"])
+    expected = jnp.var(transformed.apply(hki.materialize(whole), key, batch))
     assert jnp.allclose(scope["loss"], expected, rtol=1e-5)
 
 

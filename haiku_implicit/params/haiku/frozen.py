@@ -59,10 +59,10 @@ def freeze(
         if there are several devices and the parameters are not on chosen ones.
 
     Returns:
-      `(model, params)`: the model (a `FrozenTransformed`, or its kin with state or with several
-      functions), and the trained arrays. `apply` takes these instead of all parameters. `init` returns
-      them as they are now, with the state that the model's own `init` makes. `model.params(params)`
-      gives all parameters back, for saving, merging and serving, and `model.whole` takes all of them.
+      `(model, params)`: a model of the same kind, and the trained arrays. Its `apply` takes these
+      instead of all parameters. Its `init` returns them as they are now, with the state that the
+      model's own `init` makes. `model.params(params)` gives all parameters back, for saving, merging
+      and serving, and `model.whole` is the model that takes them.
 
     Raises:
       TypeError: for anything but a transformed function and a tree of parameters.
