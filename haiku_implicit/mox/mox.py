@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from haiku_implicit.files.replacing import write_text
-from haiku_implicit.mox.edits import edit, extract, parts
+from haiku_implicit.mox.edits import edit, parts
 from haiku_implicit.mox.edits.replacement import after, around, before, instead
-from haiku_implicit.mox.program.program import Program, checked
-from haiku_implicit.mox.program.run import Piece
+from haiku_implicit.mox.program.program import Piece, Program, checked
 from haiku_implicit.mox.program.sites import Site, sites_of
 from haiku_implicit.mox.program.tree import Atom, Node
 from haiku_implicit.mox.show import differences, dot, html, outline, view
@@ -442,7 +441,7 @@ class Mox(Program):
           >>> bool(jnp.allclose(second.apply(params, None, x), x @ w[1]))
           True
         """
-        return cast(Mox, extract.extracted(self, self._one(where), layer))
+        return cast(Mox, parts.extracted(self, self._one(where), layer))
 
     def patch(self, where: view.Where, value: Any) -> Mox:
         """Replaces the results of nodes, in a new expression.

@@ -22,6 +22,7 @@ from jax.extend.core import primitives as jex
 
 from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.edits.higher import Changes
+from haiku_implicit.mox.program import tree
 from haiku_implicit.mox.program.interface import (
     Interface,
     Path,
@@ -30,26 +31,9 @@ from haiku_implicit.mox.program.interface import (
     by_path,
     key_like,
 )
-from haiku_implicit.mox.program.program import ANY_KEY, Program, init_called, program_of
-from haiku_implicit.mox.program.run import Piece, run
-from haiku_implicit.mox.program.sites import Site, sites_of
-from haiku_implicit.mox.program.sources import depends, is_known
-from haiku_implicit.mox.program.tree import (
-    Atom,
-    Body,
-    ModuleCall,
-    Node,
-    body_of,
-    calls,
-    equations_in,
-    hidden,
-    needed,
-    returning_only,
-    shape_of,
-    uses,
-    variables,
-    walk,
-)
+from haiku_implicit.mox.program.program import ANY_KEY, Piece, Program, init_called, program_of, run
+from haiku_implicit.mox.program.sites import Site, depends, is_known, sites_of
+from haiku_implicit.mox.program.tree import Atom, Body, ModuleCall, Node
 
 
 def replace(
@@ -101,8 +85,8 @@ def _ended_state(changes: Changes) -> set[Path]:
     replaced = [site for site in sites if isinstance(site.node, ModuleCall)]
     if not new_state or not replaced:
         return set()
-    gone = {id(x) for site in replaced for x in walk(site.node)}
-    left = {call.path for call in calls(mox.body) if id(call) not in gone}
+    gone = {id(x) for site in replaced for x in tree.walk(site.node)}
+    left = {call.path for call in tree.calls(mox.body) if id(call) not in gone}
     ended = {site.path for site in replaced if site.node.path not in left}
     return {
         path
@@ -154,20 +138,20 @@ class Edit:
         """Traces a piece for the inputs of a site's top node."""
         node = site.top
         ignored = [v for path in self.ended for v in self.face.new_state[path].atoms]
-        wanted = hidden(self.mox.body, node, ignored)
+        wanted = tree.hidden(self.mox.body, node, ignored)
         used = [i for i, v in enumerate(piece.outputs) if v in wanted]
         own = self._traced(site, piece, used)
         face = own.interface
         shared = self._shared(node, face)
-        children = needed(own.body.children, set(variables(face.returns)), effects=True)
-        read = uses(children, face.returns)
+        children = tree.needed(own.body.children, set(tree.variables(face.returns)), effects=True)
+        read = tree.uses(children, face.returns)
         if not self.key and read[face.rng.atoms[0]]:
             raise ValueError(
                 f"{node!r}: the replacement draws random numbers, and the model has no key"
             )
         pairs = [*zip(face.args.atoms, piece.inputs, strict=True), *shared]
         given = [x for x in (*pairs, *zip(face.rng.atoms, self.key, strict=False)) if read[x[0]]]
-        rest = needed(node.children, wanted.difference(piece.outputs))
+        rest = tree.needed(node.children, wanted.difference(piece.outputs))
         if rest and isinstance(node, ModuleCall):
             given += node.given
         results = face.results.atoms
@@ -194,8 +178,8 @@ class Edit:
             out, state, taps = piece.apply(params, state, key, *arrays)
             return [out[i] for i in used] + jax.tree.leaves(taps), state
 
-        rng = shape_of(self.key[0]) if self.key else ANY_KEY
-        inputs = [shape_of(x) for x in piece.inputs]
+        rng = tree.shape_of(self.key[0]) if self.key else ANY_KEY
+        inputs = [tree.shape_of(x) for x in piece.inputs]
         # An equation that is traced again may have lost the need for values that a loop carries.
         prune = id(site.top) not in self.changes.pieces
         program = hk.TransformedWithState(piece.init, apply)
@@ -211,7 +195,9 @@ class Edit:
         if not any(self.mox.body.uses[v] for v in self.face.rng.atoms):
             return set()
         found = (
-            x.invars for x in equations_in(self.mox.body) if x.primitive is jex.random_fold_in_p
+            x.invars
+            for x in tree.equations_in(self.mox.body)
+            if x.primitive is jex.random_fold_in_p
         )
         return {int(number.val) for _, number in found if isinstance(number, Literal)}
 
@@ -242,8 +228,8 @@ class Edit:
         unchanged, body = self._unchanged(), mox.body
         face = self._joined(unchanged)
         read = body.uses.copy()
-        read.subtract(uses((graft.top for graft in grafts), body.returns))
-        read.update(uses((graft.node for graft in grafts), face.returns))
+        read.subtract(tree.uses((graft.top for graft in grafts), body.returns))
+        read.update(tree.uses((graft.node for graft in grafts), face.returns))
         before = collections.Counter[Var]() if keep_unused else body.uses
         ended = {v for path in unchanged for v in face.state[path].atoms if not keep_unused}
         children = _exchanged(body.children, self.grafts, before, read, ended)
@@ -260,7 +246,9 @@ class Edit:
 
     def _unchanged(self) -> set[Path]:
         """The state that was changed only by replaced nodes."""
-        nodes = (x for graft in self.grafts.values() for x in walk(graft.node, into_bodies=False))
+        nodes = (
+            x for graft in self.grafts.values() for x in tree.walk(graft.node, into_bodies=False)
+        )
         defined = {v for x in nodes for v in x.outputs}
         state, new = self.face.state, self.face.new_state
         return {p for p in self.ended if p in state and defined.isdisjoint(new[p].atoms)}
@@ -317,8 +305,8 @@ def _exchanged(
         elif isinstance(node, ModuleCall):
             pairs = list(zip(node.outputs, node.returns, strict=True))
             kept = {v for v, x in pairs if read[v] or not (before[v] or is_known(x, ended))}
-            read.subtract(variables(x for v, x in pairs if v not in kept))
-            node = returning_only(node, kept)
+            read.subtract(tree.variables(x for v, x in pairs if v not in kept))
+            node = tree.returning_only(node, kept)
             children = _exchanged(node.children, grafts, before, read, ended)
             if any(map(operator.is_not, children, node.children)):
                 node = dataclasses.replace(node, children=children)
@@ -398,9 +386,9 @@ def _initial(graft: Graft, key: Key | None) -> Any:
     if not face.params and not face.state:
         return {}, {}
     init: Any = graft.mox.init
-    avals = list(map(shape_of, graft.inputs))
+    avals = list(map(tree.shape_of, graft.inputs))
     closed, shapes = jax.make_jaxpr(init, return_shape=True)(key, *avals)
-    body = body_of("init", closed)
+    body = tree.body_of("init", closed)
     num_keys = len(body.invars) - len(avals)
     if any(depends(body, [False] * num_keys + [True] * len(avals))):
         return None
@@ -411,5 +399,5 @@ def _initial(graft: Graft, key: Key | None) -> Any:
 
 def _only(body: Body, returns: Sequence[Any]) -> Body:
     """A program that computes some of its variables."""
-    children = needed(body.children, set(variables(returns)))
+    children = tree.needed(body.children, set(tree.variables(returns)))
     return dataclasses.replace(body, children=children, returns=tuple(returns))

@@ -19,10 +19,8 @@ from jax.extend.core import primitives as jex
 from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.program.interface import by_path, by_variable, nested
-from haiku_implicit.mox.program.program import Program
-from haiku_implicit.mox.program.run import Piece, run
-from haiku_implicit.mox.program.sites import Site
-from haiku_implicit.mox.program.sources import arguments_of, is_known
+from haiku_implicit.mox.program.program import Piece, Program, run
+from haiku_implicit.mox.program.sites import Site, arguments_of, is_known
 from haiku_implicit.mox.program.tree import Body, Equation, steps, variables, walk
 
 

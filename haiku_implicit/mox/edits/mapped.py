@@ -10,7 +10,7 @@ from jax.interpreters import ad, batching
 
 from haiku_implicit.core.typing import Array, Aval, Params, Primitive, State, Tree
 from haiku_implicit.mox.program.interface import by_path
-from haiku_implicit.mox.program.run import Piece
+from haiku_implicit.mox.program.program import Piece
 from haiku_implicit.mox.program.tree import ModuleCall, Node
 
 

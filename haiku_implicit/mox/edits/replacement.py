@@ -14,21 +14,12 @@ from jax.extend.core import Literal, Var
 from haiku_implicit.core.transform import Static
 from haiku_implicit.core.typing import Array, Aval, Tree
 from haiku_implicit.mox.edits import mapped
-from haiku_implicit.mox.program import marks
+from haiku_implicit.mox.program import marks, tree
 from haiku_implicit.mox.program.constants import identical, same_structure
 from haiku_implicit.mox.program.interface import checked, described, is_array
-from haiku_implicit.mox.program.program import Program, split_signature
-from haiku_implicit.mox.program.run import Piece, run, run_equation
+from haiku_implicit.mox.program.program import Piece, Program, run, run_equation, split_signature
 from haiku_implicit.mox.program.sites import Site
-from haiku_implicit.mox.program.tree import (
-    Atom,
-    Body,
-    Equation,
-    ModuleCall,
-    Node,
-    hidden_outputs,
-    uses,
-)
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
 
 
 class _Site(hk.Module):
@@ -164,11 +155,11 @@ class Original:
         self.call, self._body = node, None
         if isinstance(node, Equation):
             return
-        read = uses(node.children, node.returns)
+        read = tree.uses(node.children, node.returns)
         # Within the call, an array in a list or a dict has the outer variable.
         own = [v if v in read or isinstance(x, Literal) else x for v, x in node.given]
         self.captured = tuple(v for v in node.captured if v not in own)
-        self.hidden = hidden_outputs(body, node)
+        self.hidden = tree.hidden_outputs(body, node)
         self.arguments = tuple(own)
         given = tuple(zip((v for v, _ in node.given), own, strict=True))
         self.call = dataclasses.replace(node, given=given)

@@ -138,14 +138,9 @@ class Reader:
             takes, returns = types_of(name, closed.in_avals, closed.out_avals, residuals)
             # A cotangent may have another dtype than its argument, if this is a Python number.
             fit = _same_kind if name == "bwd" else same_shape
-            _check_types(f"{name} takes", rule.in_avals, takes, same_shape)
-            _check_types(f"{name} returns", rule.out_avals, returns, fit)
+            equations.check_types(f"{name} takes", rule.in_avals, takes)
+            equations.check_types(f"{name} returns", rule.out_avals, returns, fit)
             self._rules[index, name] = jaxpr_as_fun(without_marks(rule))
-
-
-def _check_types(what: str, found: Sequence[Any], expected: Sequence[Any], fit: Any) -> None:
-    fits = len(found) == len(expected) and all(map(fit, found, expected))
-    require(fits, f"{what} {list(map(str, found))}, not {list(map(str, expected))}")
 
 
 def _same_kind(x: Aval, y: Aval) -> bool:

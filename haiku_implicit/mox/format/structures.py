@@ -16,8 +16,8 @@ from haiku_implicit.core.transform import Static
 from haiku_implicit.core.typing import Json, JsonObject, Tree
 from haiku_implicit.mox.format import values
 from haiku_implicit.mox.format.values import Kind, Unsaveable, of_type, require
-from haiku_implicit.mox.program import marks
-from haiku_implicit.mox.program.interface import Interface, Path, slots_with
+from haiku_implicit.mox.program import interface, marks
+from haiku_implicit.mox.program.interface import ENTRIES, WHOLE, Interface, Path
 
 
 class _Leaf:
@@ -95,12 +95,6 @@ _new_namedtuple: Any = collections.namedtuple
 
 # --- interfaces -----------------------------------------------------------------------------------
 
-# The arguments of a program, and its results, in the order of their variables; for errors.
-_ARGUMENTS = dict(params="", state="", rng="rng", args="the arguments")
-_RESULTS = dict(results="the results", new_state="")
-# These have an entry for each module and name.
-_ENTRIES = ("params", "state", "new_state")
-
 
 def interface_to_json(face: Interface) -> JsonObject:
     """The arguments and results of a program, as JSON."""
@@ -110,13 +104,14 @@ def interface_to_json(face: Interface) -> JsonObject:
         if parameter.default is not inspect.Parameter.empty:
             written.append(_named(f"the default of {name}", values.to_json, parameter.default))
         new["signature"].append(written)
-    for kind, what in (_ARGUMENTS | _RESULTS).items():
-        found = getattr(face, kind)
-        if kind in _ENTRIES:
-            trees = {path: _named("/".join(path), tree_to_json, found[path].tree) for path in found}
-            new[kind] = [[*path, tree] for path, tree in trees.items()]
-        else:
-            new[kind] = _named(what, tree_to_json, found.tree)
+    for kind, label in (interface.ARGUMENTS | interface.RESULTS).items():
+        trees = {
+            path: _named(
+                "/".join(path) if kind in ENTRIES else f"the {label}", tree_to_json, slot.tree
+            )
+            for path, slot in face.slots(kind).items()
+        }
+        new[kind] = [[*path, x] for path, x in trees.items()] if kind in ENTRIES else trees[WHOLE]
     return new
 
 
@@ -139,15 +134,12 @@ def interface_from_json(
         list(map(_parameter, of_type(x.get("signature"), list, "signature")))
     )
     found: dict[str, Any] = {}
-    for kinds, atoms in ((_ARGUMENTS, invars), (_RESULTS, returns)):
+    for kinds, atoms in ((interface.ARGUMENTS, invars), (interface.RESULTS, returns)):
         trees = {kind: _trees(x, kind, types) for kind in kinds}
-        flat = [tree for entries in trees.values() for tree in entries.values()]
-        count = sum(tree.num_arrays for tree in flat)
+        count = sum(tree.num_arrays for entries in trees.values() for tree in entries.values())
         fits = f"there are {count} arrays in the {'/'.join(kinds)}, and {len(atoms)} in the body"
         require(count == len(atoms), fits)
-        slots = iter(slots_with(flat, atoms))
-        found |= {kind: {path: next(slots) for path in trees[kind]} for kind in kinds}
-    found |= {kind: slots[_NO_PATH] for kind, slots in found.items() if kind not in _ENTRIES}
+        found |= interface.filled(trees, atoms)
     named = found["args"].tree.merge(found["args"].atoms)
     require(type(named) is dict, "args has to be a dict")
     same = set(named) == set(signature.parameters)
@@ -165,14 +157,10 @@ def _parameter(x: Any) -> inspect.Parameter:
     return inspect.Parameter(of_type(x[0], str, "a name"), kind, default=default)
 
 
-# The path of a part that is not an entry.
-_NO_PATH = ("", "")
-
-
 def _trees(x: Any, kind: str, types: Mapping[str, type]) -> dict[Path, Static]:
     """The structures of a part of an interface, by module and name."""
     found: dict[Path, Static] = {}
-    entries = of_type(x.get(kind), list, kind) if kind in _ENTRIES else [[*_NO_PATH, x.get(kind)]]
+    entries = of_type(x.get(kind), list, kind) if kind in ENTRIES else [[*WHOLE, x.get(kind)]]
     for module, name, tree in entries:
         path = of_type(module, str, "a module"), of_type(name, str, "a name")
         require(path not in found, f"{kind} has {'/'.join(path)!r} twice")

@@ -20,7 +20,6 @@ import numpy as np
 from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Aval, DType, Json, JsonObject
 from haiku_implicit.files import dtypes
-from haiku_implicit.mox.format import templates
 from haiku_implicit.mox.show import view
 
 
@@ -213,11 +212,10 @@ def _classes() -> dict[str, Any]:
     """The classes of enumerations, named tuples and records in the parameters of equations."""
     public = {name: x for name, x in vars(jax.lax).items() if isinstance(x, type)}
     found = {name: x for name, x in public.items() if issubclass(x, enum.Enum) or _fields_of(x)}
-    solve = jax.make_jaxpr(jnp.linalg.solve)(jnp.eye(2), jnp.ones(2))
-    made = (
-        x.params for x in templates.equations_of(solve) if x.primitive is jax.lax.linear_solve_p
-    )
-    return found | {"LinearSolve": type(next(made)["jaxprs"])}
+    solve = jax.make_jaxpr(
+        lambda x: jax.lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: y / 2)
+    )(1.0)
+    return found | {"LinearSolve": type(solve.eqns[-1].params["jaxprs"])}
 
 
 def _fields_of(cls: Any) -> tuple[str, ...]:
@@ -256,12 +254,8 @@ def _policies() -> dict[str, Any]:
 
 # Functions that make policies: of names of values, or of two policies.
 _BOTH = "save_from_both_policies"
-_MAKERS = (
-    "save_only_these_names",
-    "save_any_names_but_these",
-    "save_anything_except_these_names",
-    _BOTH,
-)
+_NAMES = ("save_only_these_names", "save_any_names_but_these", "save_anything_except_these_names")
+_MAKERS = (*_NAMES, _BOTH)
 
 
 def _policy_to_json(x: Any) -> Json:
@@ -269,7 +263,7 @@ def _policy_to_json(x: Any) -> Json:
 
     To recognize a policy that a function has made, it is made again from its contents.
     """
-    for name, policy in _policies().items() if callable(x) else ():
+    for name, policy in _policies().items():
         if x is policy:
             return name
     for name in _MAKERS if callable(x) else ():
@@ -277,12 +271,9 @@ def _policy_to_json(x: Any) -> Json:
         if not _is_made_as(x, make(x, x) if name == _BOTH else make("a")):
             continue
         held = _held_by(x)
-        if name == _BOTH:
-            parts = list(map(_policy_to_json, held))
-            return None if None in parts else [name, *({"policy": y} for y in parts)]
-        names = sorted({str(y) for some in held for y in some})
-        if _held_by(make(*names)) == held:
-            return [name, *names]
+        parts = held if name == _BOTH else sorted({str(y) for some in held for y in some})
+        if name == _BOTH or _held_by(make(*parts)) == held:
+            return [name, *map(to_json, parts)]
     return None
 
 
@@ -301,12 +292,10 @@ def _held_by(policy: Any) -> list[Any]:
 def _policy_from_json(x: Any) -> Any:
     if type(x) is not list:
         return one_of(_policies(), "policy", x)
-    require(x and x[0] in _MAKERS, f"there is no policy {x}")
-    if x[0] == _BOTH:
-        given = [_policy_from_json(of_type(y, dict, "a policy").get("policy")) for y in x[1:]]
-    else:
-        given = [of_type(y, str, "a name") for y in x[1:]]
-    return getattr(jax.checkpoint_policies, x[0])(*given)
+    name, *parts = map(from_json, x)
+    fits = callable if name == _BOTH else _is(str)
+    require(name in _MAKERS and all(map(fits, parts)), f"there is no policy {x}")
+    return getattr(jax.checkpoint_policies, name)(*parts)
 
 
 def _key_tag(x: Any) -> str | None:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,6 @@ from haiku_implicit.core.transform import (
 from haiku_implicit.core.typing import Array, Aval, Key, Tree
 from haiku_implicit.mox.program import marks
 from haiku_implicit.mox.program.constants import identical, same_structure
-from haiku_implicit.mox.program.tree import Atom
 
 # A module's name and the name of an entry.
 Path = tuple[str, str]
@@ -39,6 +38,15 @@ class Slot(NamedTuple):
     def arrays_of(self, value: Any, label: str = "") -> list[Array]:
         """The arrays in a value for the slot, after checks: see `checked`."""
         return checked(label, self.tree, [v.aval for v in self.atoms], value)
+
+
+# The fields of an interface, with their names in texts: first the arguments, then the results.
+ARGUMENTS = dict(params="parameter", state="state", rng="rng", args="arguments")
+RESULTS = dict(results="results", new_state="new state")
+# The fields with a slot for each module and name.
+ENTRIES = ("params", "state", "new_state")
+# Stands for the path of another field's only slot.
+WHOLE: Path = ("", "")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,20 +73,23 @@ class Interface:
     results: Slot
     new_state: Mapping[Path, Slot]
 
+    def slots(self, field: str) -> Mapping[Path, Slot]:
+        """The slots of a field, by path; the only slot of a field has the path `WHOLE`."""
+        found = getattr(self, field)
+        return found if field in ENTRIES else {WHOLE: found}
+
+    def _atoms(self, fields: Iterable[str]) -> tuple[Any, ...]:
+        return tuple(v for field in fields for x in self.slots(field).values() for v in x.atoms)
+
     @property
     def invars(self) -> tuple[Any, ...]:
         """The variables of all arguments, in their order."""
-        return _atoms(self._slots)
-
-    @property
-    def _slots(self) -> list[Slot]:
-        """The slots of all arguments."""
-        return [*self.params.values(), *self.state.values(), self.rng, self.args]
+        return self._atoms(ARGUMENTS)
 
     @property
     def returns(self) -> tuple[Any, ...]:
         """The variables of all results, in their order."""
-        return _atoms([self.results, *self.new_state.values()])
+        return self._atoms(RESULTS)
 
     @property
     def inputs(self) -> tuple[Var, ...]:
@@ -103,27 +114,20 @@ class Interface:
 
     def without(self, params: Container[Path], state: Container[Path]) -> "Interface":
         """The interface without these parameters, and without this state."""
-
-        def rest(slots: Mapping[Path, Slot], gone: Container[Path]) -> dict[Path, Slot]:
-            return {path: slot for path, slot in slots.items() if path not in gone}
-
-        return dataclasses.replace(
-            self,
-            params=rest(self.params, params),
-            state=rest(self.state, state),
-            new_state=rest(self.new_state, state),
-        )
+        gone = dict(params=params, state=state, new_state=state)
+        rest = {
+            field: {path: x for path, x in self.slots(field).items() if path not in paths}
+            for field, paths in gone.items()
+        }
+        return dataclasses.replace(self, **rest)  # type: ignore[arg-type]
 
     def with_variables(self, invars: Sequence[Var]) -> "Interface":
         """The interface with other variables for its arguments."""
-        new = iter(slots_with([slot.tree for slot in self._slots], invars))
-        return dataclasses.replace(
-            self,
-            params={path: next(new) for path in self.params},
-            state={path: next(new) for path in self.state},
-            rng=next(new),
-            args=next(new),
-        )
+        trees = {
+            field: {path: slot.tree for path, slot in self.slots(field).items()}
+            for field in ARGUMENTS
+        }
+        return dataclasses.replace(self, **filled(trees, invars))
 
     def arguments(self, arrays: Sequence[Array]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of `apply`, positional and by keyword, with these arrays in them."""
@@ -199,14 +203,17 @@ class Interface:
         return dict(first, args=named)
 
 
-def _atoms(slots: Sequence[Slot]) -> tuple[Atom, ...]:
-    return tuple(atom for slot in slots for atom in slot.atoms)
-
-
-def slots_with(trees: Sequence[Static], atoms: Sequence[Any]) -> list[Slot]:
-    """Slots with these structures, filled with these atoms in order."""
+def filled(trees: Mapping[str, Mapping[Path, Static]], atoms: Iterable[Any]) -> dict[str, Any]:
+    """Fields of an interface with these structures, filled with these atoms in order."""
     rest = iter(atoms)
-    return [Slot(tree, tuple(itertools.islice(rest, tree.num_arrays))) for tree in trees]
+    slots = {
+        field: {
+            path: Slot(tree, tuple(itertools.islice(rest, tree.num_arrays)))
+            for path, tree in of_field.items()
+        }
+        for field, of_field in trees.items()
+    }
+    return {field: x if field in ENTRIES else x[WHOLE] for field, x in slots.items()}
 
 
 def _filling(arrays: Sequence[Array]) -> Callable[[Slot], Any]:

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from haiku_implicit.core.typing import Array
 from haiku_implicit.mox.program.interface import Path
 from haiku_implicit.mox.program.marks import Call, mark_p
-from haiku_implicit.mox.program.sources import (
+from haiku_implicit.mox.program.sites import (
     Sources,
     is_known,
     own_arguments,

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from haiku_implicit.mox.program.interface import Interface, described
+from haiku_implicit.mox.program.interface import ARGUMENTS, ENTRIES, RESULTS, Interface, described
 from haiku_implicit.mox.program.program import Program
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, jaxprs_of
 from haiku_implicit.mox.show import view
@@ -107,11 +107,10 @@ def _changes(x: Line, y: Line, same: Mapping[int, Any], partners: set[int]) -> I
 
 def _face_lines(face: Interface) -> Iterator[str]:
     """Lines for arguments, parameters, state and results."""
-    for kind, label in (("params", "parameter"), ("state", "state"), ("new_state", "new state")):
-        for path, slot in getattr(face, kind).items():
-            yield f"{label} {'/'.join(path)}: {_types(slot.atoms)}"
-    for label, slot in (("rng", face.rng), ("arguments", face.args), ("results", face.results)):
-        yield f"{label} {described(slot.tree)}: {_types(slot.atoms)}"
+    for field in (*ENTRIES, "rng", "args", "results"):
+        for path, slot in face.slots(field).items():
+            name = "/".join(path) if field in ENTRIES else described(slot.tree)
+            yield f"{(ARGUMENTS | RESULTS)[field]} {name}: {_types(slot.atoms)}"
 
 
 def _types(atoms: Sequence[Atom]) -> str:

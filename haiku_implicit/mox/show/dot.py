@@ -7,19 +7,10 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
+from haiku_implicit.mox.program import tree
 from haiku_implicit.mox.program.interface import Interface, Slot, by_variable
-from haiku_implicit.mox.program.sites import Place
-from haiku_implicit.mox.program.sources import arguments_of
-from haiku_implicit.mox.program.tree import (
-    Atom,
-    Body,
-    Equation,
-    Node,
-    defined_in,
-    reads,
-    variables,
-    walk,
-)
+from haiku_implicit.mox.program.sites import Place, arguments_of
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, Node
 from haiku_implicit.mox.show.flops import label_of_loop
 from haiku_implicit.mox.show.view import clean, is_hidden
 
@@ -105,8 +96,10 @@ class _Graph:
     def _box(self, node: Node, label: str, origins: Origins) -> str:
         """The line of a node that is drawn without its contents."""
         name = self._name()
-        own = defined_in(node)
-        read = (v for x in walk(node, into_bodies=False) for v in variables(reads(x)))
+        own = tree.defined_in(node)
+        read = (
+            v for x in tree.walk(node, into_bodies=False) for v in tree.variables(tree.reads(x))
+        )
         self._connect([v for v in read if v not in own], origins, name)
         origins |= {v: {name} for v in own}
         return f"  {name} [label={_quoted(label)}];"

@@ -13,15 +13,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from haiku_implicit.core.typing import Array, Aval
-from haiku_implicit.mox.program.tree import (
-    Atom,
-    Body,
-    Equation,
-    ModuleCall,
-    Node,
-    function_name,
-    walk,
-)
+from haiku_implicit.mox.program import tree
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
 
 # The attributes of every call of a module. Constructor arguments of these names get the prefix `arg.`.
 _OWN = ("type", "name", "path", "method", "inputs", "outputs")
@@ -107,7 +100,7 @@ def _of_equation(node: Equation) -> dict[str, str]:
     found = {"inputs": _avals(node.inputs), "outputs": _avals(node.outputs)}
     if params := node.eqn.params:
         _put_texts(found, params, ("inputs", "outputs"))
-        if name := function_name(node.eqn):
+        if name := tree.function_name(node.eqn):
             found["name"] = clean(name)
     return found
 
@@ -222,7 +215,7 @@ def _lxml() -> Any:
 
 def visible(root: Body) -> Iterator[Node]:
     """The nodes of a tree without calls of constructors, in the order in which they run."""
-    return (node for node in walk(root) if not is_hidden(node))
+    return (node for node in tree.walk(root) if not is_hidden(node))
 
 
 def calls(root: Body) -> list[ModuleCall]:
@@ -328,7 +321,7 @@ def find(mox: Any, where: Where) -> list[Node]:
 
 def _in_order(root: Body, nodes: Sequence[Node]) -> list[Node]:
     """Nodes without repetitions, in the order in which they run."""
-    places = {id(node): i for i, node in enumerate(walk(root))}
+    places = {id(node): i for i, node in enumerate(tree.walk(root))}
     unique = {id(node): node for node in nodes}
     return sorted(unique.values(), key=lambda node: places.get(id(node), 0))
 
