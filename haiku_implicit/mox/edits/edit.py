@@ -23,14 +23,7 @@ from jax.extend.core import primitives as jex
 from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.edits.higher import Changes
 from haiku_implicit.mox.program import tree
-from haiku_implicit.mox.program.interface import (
-    Interface,
-    Path,
-    Slot,
-    as_key,
-    by_path,
-    key_like,
-)
+from haiku_implicit.mox.program.interface import Interface, Path, Slot, as_key, by_path, key_like
 from haiku_implicit.mox.program.program import ANY_KEY, Piece, Program, init_called, program_of, run
 from haiku_implicit.mox.program.sites import Site, depends, is_known, sites_of
 from haiku_implicit.mox.program.tree import Atom, Body, ModuleCall, Node
@@ -91,7 +84,7 @@ def _ended_state(changes: Changes) -> set[Path]:
     return {
         path
         for path in new_state
-        if path[0] not in left and any(f"{path[0]}/".startswith(f"{x}/") for x in ended)
+        if path[0] not in left and any(tree.is_below(path[0], x) for x in ended)
     }
 
 
@@ -205,10 +198,7 @@ class Edit:
         """Adds the entries of a function. Pairs its variables with earlier ones if shared."""
         params, state, new_state = self.added.values()
         given: list[tuple[Any, Any]] = []
-        for slots, first, last in (
-            (face.params, params, params),
-            (face.state, state, new_state),
-        ):
+        for slots, first, last in ((face.params, params, params), (face.state, state, new_state)):
             for path, slot in slots.items():
                 if first.setdefault(path, slot) is slot:
                     continue

@@ -20,7 +20,7 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.program.interface import by_path, by_variable, nested
 from haiku_implicit.mox.program.program import Piece, Program, run
-from haiku_implicit.mox.program.sites import Site, arguments_of, is_known
+from haiku_implicit.mox.program.sites import Site, given_to, is_known
 from haiku_implicit.mox.program.tree import Body, Equation, steps, variables, walk
 
 
@@ -330,10 +330,9 @@ def _takes_slices(body: Body, params: set[Var], numbers: set[Var], length: int) 
             if any(is_known(i, numbers) and size == (length, 1) for i, size in axes):
                 return True
         for inner in node.bodies:
-            pairs = list(zip(inner.invars, arguments_of(node, inner), strict=True))
-            own_params = {v for v, x in pairs if is_known(x, params)}
-            own_numbers = {v for v, x in pairs if is_known(x, numbers)}
-            if _takes_slices(inner, own_params, own_numbers, length):
+            pairs = given_to(node, inner)
+            own = [{v for v, x in pairs if is_known(x, known)} for known in (params, numbers)]
+            if _takes_slices(inner, own[0], own[1], length):
                 return True
     return False
 

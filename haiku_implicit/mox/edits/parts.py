@@ -11,16 +11,15 @@ import numpy as np
 from jax.extend.core import Literal, Var
 from jax.extend.core import primitives as jex
 
-from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.mox.edits.edit import Edit
 from haiku_implicit.mox.edits.higher import Changes
 from haiku_implicit.mox.edits.replacement import Original, structures_of
 from haiku_implicit.mox.program import marks, tree
-from haiku_implicit.mox.program.interface import Interface, Path, Slot, by_variable
+from haiku_implicit.mox.program.interface import ENTRIES, Interface, Path, Slot, by_variable
 from haiku_implicit.mox.program.paths import with_new_paths
 from haiku_implicit.mox.program.program import Program
-from haiku_implicit.mox.program.sites import Site, arguments_of, read_by, sites_of
+from haiku_implicit.mox.program.sites import Site, arity_of, given_to, read_by, sites_of
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
 
 
@@ -289,17 +288,11 @@ def _arguments(
     equation: Equation, body: Body, layer: int | None
 ) -> Iterator[tuple[Var, ModuleCall | str]]:
     """The variables of a body, each with a node that sets it, or with the reason if none can."""
-    given = list(zip(body.invars, arguments_of(equation, body), strict=True))
-    constants = carried = len(given)
-    if equation.primitive is jex.scan_p:
-        constants, num_carry = compat.scan_arity(equation.eqn.params, list(equation.inputs))
-        carried = constants + num_carry
-    elif equation.primitive is jex.while_p:
-        constants -= len(equation.outputs)
-    for i, (v, outer) in enumerate(given):
+    constants, num_carry = arity_of(equation, body)
+    for i, (v, outer) in enumerate(given_to(equation, body)):
         if i < constants:
             yield v, tree.setting((v, outer))
-        elif i < carried:
+        elif i < constants + num_carry:
             yield v, _CARRIED
         elif layer is None:
             length = equation.eqn.params["length"]
@@ -408,7 +401,7 @@ def _below(entries: Mapping[Path, Slot], module: str) -> dict[Path, Slot]:
     return {
         (path[0][len(module) :], path[1]): slot
         for path, slot in entries.items()
-        if f"{path[0]}/".startswith(f"{module}/")
+        if tree.is_below(path[0], module)
     }
 
 
@@ -437,12 +430,8 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
             f"{name!r} can't be the name of {', '.join(names)}: give a function of the path"
         )
     face = mox.interface
-    face = dataclasses.replace(
-        face,
-        params=_with_names(face.params, names),
-        state=_with_names(face.state, names),
-        new_state=_with_names(face.new_state, names),
-    )
+    renamed: Any = {field: _with_names(face.slots(field), names) for field in ENTRIES}
+    face = dataclasses.replace(face, **renamed)
     children = with_new_paths(mox.body.children, lambda path: _new_name(path, names))
 
     def of_init(*entries: Mapping[Path, Any]) -> Tree:
@@ -453,7 +442,7 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
 
 def _new_name(path: str, names: Mapping[str, str]) -> str:
     for old in sorted(names, key=len, reverse=True):
-        if f"{path}/".startswith(f"{old}/"):
+        if tree.is_below(path, old):
             return names[old] + path[len(old) :]
     return path
 

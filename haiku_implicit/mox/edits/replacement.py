@@ -59,7 +59,9 @@ def instead(site: Site, replacement: Any) -> Piece:
     """
     node = site.node
     method, config = getattr(node, "method", ""), getattr(node, "config", {})
-    fun = callable_of(replacement, structures_of(node)[0], method, config)
+    structure, _ = structures_of(node)
+    args, kwargs = structure.merge([None] * structure.num_arrays)
+    fun = callable_of(replacement, args, kwargs, method, config)
 
     def on_arrays(*arrays: Array) -> list[Any]:
         return _at_site(site, site.path, fun, arrays)
@@ -110,8 +112,7 @@ def before(site: Site, function: Any) -> Piece:
             f"{site.node!r} is given no arrays by position, but {described(structure)}. Take them "
             "by their names: wrap(where, lambda original, **kwargs: original(...))"
         )
-    taken, _ = marks.split((tuple(args[i] for i in places), {}), lambda x: x is _ARRAY)
-    fun = callable_of(function, taken)
+    fun = callable_of(function, places)
 
     def with_new_arguments(original: Any, *args: Any, **kwargs: Any) -> Tree:
         new = fun(*(args[i] for i in places))
@@ -127,10 +128,7 @@ _ARRAY = object()
 
 def after(site: Site, function: Any) -> Piece:
     """Calls a node, and then a function with the node's result."""
-    _, results = structures_of(site.node)
-    out = results.merge([_ARRAY] * results.num_arrays)
-    taken, _ = marks.split(((out,), {}), lambda x: x is _ARRAY)
-    fun = callable_of(function, taken)
+    fun = callable_of(function, ["the result"])
 
     def with_new_results(original: Any, *args: Any, **kwargs: Any) -> Tree:
         return fun(original(*args, **kwargs))
@@ -222,13 +220,18 @@ def structures_of(node: Node) -> tuple[Static, Static]:
 
 
 def callable_of(
-    replacement: Any, arguments: Static, method: str = "", config: Mapping[str, Any] = {}
+    replacement: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] = {},
+    method: str = "",
+    config: Mapping[str, Any] = {},
 ) -> Callable[..., Any]:
     """Converts a replacement to a function.
 
     Args:
       replacement: as for `instead`.
-      arguments: the structure of the arguments of the function.
+      args: stand-ins for the arguments of the function, of which only the number matters.
+      kwargs: stand-ins for its keyword arguments.
       method: the method to call if the replacement makes a module.
       config: the constructor arguments of the old module.
     """
@@ -246,7 +249,7 @@ def callable_of(
             "replacement: expected a function, a class or a factory of modules, a module expression, "
             f"a transformed function or None, got {type(replacement).__name__}"
         )
-    if _is_factory(replacement, arguments):
+    if _is_factory(replacement, args, kwargs):
         return lambda *args, **kwargs: getattr(replacement(), method)(*args, **kwargs)
     return replacement
 
@@ -278,11 +281,10 @@ def _config_for(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in config.items() if name in parameters and name != "name"}
 
 
-def _is_factory(fun: Any, arguments: Static) -> bool:
+def _is_factory(fun: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function makes a module, rather than takes these arguments."""
     if isinstance(fun, functools.partial) and isinstance(fun.func, type):
         return issubclass(fun.func, hk.Module)
-    args, kwargs = arguments.merge([None] * arguments.num_arrays)
     return not _takes(fun, args, kwargs) and _takes(fun, (), {})
 
 

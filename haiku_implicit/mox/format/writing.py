@@ -264,18 +264,11 @@ def _literal(x: Literal) -> JsonObject:
     aval: Aval = x.aval
     type_, value = values.type_to_json(aval), np.asarray(x.val, aval.dtype)
     if aval.shape == ():
-        number: Any = _number(x.val) if aval.weak_type else value.item()
+        number: Any = np.asarray(x.val).item() if aval.weak_type else value.item()
         is_plain = type(number) in (bool, int, float, complex)
         if is_plain and np.asarray(number, aval.dtype).tobytes() == value.tobytes():
             return {"value": values.to_json(number), "type": type_}
     return {"bits": values.array_to_json(value), "type": type_}
-
-
-def _number(x: Any) -> Json:
-    """A weakly typed literal as a Python number."""
-    kinds: tuple[Any, ...] = (bool, int, float, complex)
-    kind = next((kind for kind in kinds if isinstance(x, kind)), None)
-    return np.asarray(x).item() if kind is None else kind(x)
 
 
 def _context(eqn: JaxprEqn, scopes: bool) -> JsonObject:

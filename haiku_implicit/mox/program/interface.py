@@ -121,30 +121,39 @@ class Interface:
         }
         return dataclasses.replace(self, **rest)  # type: ignore[arg-type]
 
-    def with_variables(self, invars: Sequence[Var]) -> "Interface":
-        """The interface with other variables for its arguments."""
-        trees = {
-            field: {path: slot.tree for path, slot in self.slots(field).items()}
-            for field in ARGUMENTS
+    def with_atoms(self, fields: Iterable[str], atoms: Iterable[Any]) -> "Interface":
+        """The interface with these atoms in the slots of fields, in order."""
+        rest = iter(atoms)
+
+        def filled(slot: Slot) -> Slot:
+            return Slot(slot.tree, tuple(itertools.islice(rest, slot.tree.num_arrays)))
+
+        return dataclasses.replace(self, **self._each(fields, filled))
+
+    def _each(self, fields: Iterable[str], fun: Callable[[Slot], Any]) -> dict[str, Any]:
+        """The results of a function of the slots of fields."""
+        found = {
+            field: {path: fun(slot) for path, slot in self.slots(field).items()} for field in fields
         }
-        return dataclasses.replace(self, **filled(trees, invars))
+        return {field: x if field in ENTRIES else x[WHOLE] for field, x in found.items()}
 
     def arguments(self, arrays: Sequence[Array]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of `apply`, positional and by keyword, with these arrays in them."""
-        fill = _filling(arrays)
-        params = nested({path: fill(slot) for path, slot in self.params.items()})
-        state = nested({path: fill(slot) for path, slot in self.state.items()})
-        first = dict(params=params, state=state, rng=fill(self.rng))
-        bound = inspect.BoundArguments(self.signature, collections.OrderedDict(fill(self.args)))
-        return [*(first[name] for name in self.leading), *bound.args], bound.kwargs
+        values = self._values(ARGUMENTS, arrays)
+        bound = inspect.BoundArguments(self.signature, collections.OrderedDict(values["args"]))
+        return [*(values[name] for name in self.leading), *bound.args], bound.kwargs
 
     def merge_results(self, arrays: Sequence[Array]) -> Tree:
         """The return value of `apply`, with these arrays in it."""
-        fill = _filling([literal.array() if (literal := as_literal(x)) else x for x in arrays])
-        out = fill(self.results)
-        if not self.has_state:
-            return out
-        return out, nested({path: fill(slot) for path, slot in self.new_state.items()})
+        arrays = [literal.array() if (literal := as_literal(x)) else x for x in arrays]
+        values = self._values(RESULTS, arrays)
+        return (values["results"], values["new_state"]) if self.has_state else values["results"]
+
+    def _values(self, fields: Iterable[str], arrays: Iterable[Array]) -> dict[str, Tree]:
+        """The values of fields, with these arrays in them."""
+        rest = iter(arrays)
+        values = self._each(fields, lambda slot: slot.tree.merge(rest))
+        return {field: nested(x) if field in ENTRIES else x for field, x in values.items()}
 
     def of_init(self, params: Mapping[Path, Array], state: Mapping[Path, Array]) -> Tree:
         """The return value of `init`: the model's own entries among these."""
@@ -203,25 +212,6 @@ class Interface:
         return dict(first, args=named)
 
 
-def filled(trees: Mapping[str, Mapping[Path, Static]], atoms: Iterable[Any]) -> dict[str, Any]:
-    """Fields of an interface with these structures, filled with these atoms in order."""
-    rest = iter(atoms)
-    slots = {
-        field: {
-            path: Slot(tree, tuple(itertools.islice(rest, tree.num_arrays)))
-            for path, tree in of_field.items()
-        }
-        for field, of_field in trees.items()
-    }
-    return {field: x if field in ENTRIES else x[WHOLE] for field, x in slots.items()}
-
-
-def _filling(arrays: Sequence[Array]) -> Callable[[Slot], Any]:
-    """A function that returns the tree of one slot after the other, with these arrays in them."""
-    rest = iter(arrays)
-    return lambda slot: slot.tree.merge(rest)
-
-
 def named_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of the Haiku function by their names, with defaults.
 
@@ -251,8 +241,8 @@ def by_path(tree: Tree, kind: str = "params") -> dict[Path, Array]:
             f"{kind}: expected what init gives, a dictionary by module and name, got "
             f"{type(tree).__name__}"
         )
-    found = {} if tree is None else {module: dict(entries) for module, entries in tree.items()}
-    return {(module, name): x for module, entries in found.items() for name, x in entries.items()}
+    found = ({} if tree is None else tree).items()
+    return {(module, name): x for module, entries in found for name, x in entries.items()}
 
 
 def nested(entries: Mapping[Path, Array]) -> dict[str, dict[str, Array]]:

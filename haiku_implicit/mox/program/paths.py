@@ -17,7 +17,7 @@ from haiku_implicit.mox.program.interface import Path
 from haiku_implicit.mox.program.marks import Call, mark_p
 from haiku_implicit.mox.program.sites import (
     Sources,
-    is_known,
+    known_among,
     own_arguments,
     sources_in,
     sources_of_body,
@@ -99,7 +99,7 @@ def _told_by(node: Node, known: Sources, around: str) -> str | None:
         return None
     parts = list(_parts(node.children, known))
     equations = [(x, inner) for x, inner in parts if isinstance(x, Equation)]
-    reads = [inner[v] for x, inner in equations for v in x.inputs if is_known(v, inner)]
+    reads = [path for x, inner in equations for path in known_among(x.inputs, inner)]
     direct = list(_prefixes(reads, node.path))
     if direct:
         return around if around in direct else direct[0]
@@ -107,7 +107,7 @@ def _told_by(node: Node, known: Sources, around: str) -> str | None:
         told = _told_by(x, inner, around) if _is_below(x, node) else None
         if told is not None:
             return told
-    returned = [known[v] for v in node.returns if is_known(v, known)]
+    returned = known_among(node.returns, known)
     own = f"{around}/{node.path}/".lstrip("/")
     if any(f"{module}/".startswith(own) for module, _ in returned):
         return around

@@ -20,13 +20,15 @@ from haiku_implicit.core.transform import Static, tree_leaves_with_implicit
 from haiku_implicit.core.typing import Array, Params, State, Tree
 from haiku_implicit.mox.program import marks, tree
 from haiku_implicit.mox.program.interface import (
+    ARGUMENTS,
+    RESULTS,
     WHOLE,
     Interface,
     Path,
+    Slot,
     as_key,
     by_path,
     by_variable,
-    filled,
     is_array,
     named_arguments,
     slot_of,
@@ -141,12 +143,9 @@ def checked(call: str, x: Any) -> None:
       x: the argument.
     """
     if not isinstance(x, Program):
-        made = ": make one with make_mox(model)(*args)" if _is_transformed(x) else ""
+        transformed = isinstance(x, hk.Transformed | hk.TransformedWithState)
+        made = ": make one with make_mox(model)(*args)" if transformed else ""
         raise TypeError(f"{call}: mox has to be a module expression, got {type(x).__name__}{made}")
-
-
-def _is_transformed(x: Any) -> bool:
-    return isinstance(x, hk.Transformed | hk.TransformedWithState)
 
 
 ANY_KEY = "any key"
@@ -203,10 +202,9 @@ def program_of(
         used, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
         closed = closed.replace(jaxpr=used)
     body = body_of("model", closed)
-    results, new_state = returned.pop(WHOLE), returned
-    trees = dict(results={WHOLE: results}, new_state=new_state)
-    face = face.with_variables(body.invars)
-    face = dataclasses.replace(face, **filled(trees, body.returns))
+    slots = {path: Slot(tree, ()) for path, tree in returned.items()}
+    face = dataclasses.replace(face, results=slots.pop(WHOLE), new_state=slots)
+    face = face.with_atoms(ARGUMENTS, body.invars).with_atoms(RESULTS, body.returns)
     body = with_full_paths(body, by_variable(face.params) | by_variable(face.state))
     return Program(body, face, transformed.init, implicit)
 
@@ -267,13 +265,13 @@ def with_shapes(
     transformed: Any, args: Any, kwargs: Any, *, params: Params, state: State, rng: Any
 ) -> dict[str, Any]:
     """The given `params`, `state` and `rng`; shapes from `init` replace missing ones."""
-    rng = _usual_key() if rng is ANY_KEY else as_key(rng)
+    rng = usual_key() if rng is ANY_KEY else as_key(rng)
     has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
     given = dict(params=params, state=state, rng=rng)
     if params is not None and (state is not None or not has_state):
         return given
     # An initializer may need a key even if the model gets none.
-    key = _usual_key() if rng is None else rng
+    key = usual_key() if rng is None else rng
     structure, arrays = marks.split((key, args, kwargs), is_array)
 
     def on_arrays(*arrays: Array) -> Any:
@@ -303,7 +301,8 @@ def init_called(what: str, way_out: str) -> Iterator[None]:
         raise
 
 
-def _usual_key() -> Array:
+def usual_key() -> Array:
+    """The shape and dtype of a key of the usual kind."""
     return jax.eval_shape(lambda: jax.random.PRNGKey(0))
 
 

@@ -10,14 +10,13 @@ import functools
 import itertools
 import posixpath
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Array
 from haiku_implicit.mox.program import tree
 from haiku_implicit.mox.program.interface import Path
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
@@ -46,16 +45,15 @@ def _add_sources(nodes: Sequence[Node], found: Sources) -> None:
         if isinstance(node, ModuleCall):
             found |= own_arguments(node, found)
             _add_sources(node.children, found)
-            pairs = zip(node.outputs, node.returns, strict=True)
-            found |= {v: found[x] for v, x in pairs if is_known(x, found)}
+            found |= handed(zip(node.outputs, node.returns, strict=True), found)
 
 
 def own_arguments(node: ModuleCall, known: Sources) -> Sources:
     """The variables of a call's arguments that are parameters of the module itself."""
-    pairs = [(v, known[x]) for v, x in node.given if is_known(x, known)]
+    own = handed(node.given, known)
     if node.cls is None:  # an inserted function is a part of the module around it
-        return dict(pairs)
-    return {v: path for v, path in pairs if f"{path[0]}/".startswith(f"{node.path}/")}
+        return own
+    return {v: path for v, path in own.items() if tree.is_below(path[0], node.path)}
 
 
 def is_known(atom: Atom, known: Container[Any]) -> bool:
@@ -63,22 +61,39 @@ def is_known(atom: Atom, known: Container[Any]) -> bool:
     return not isinstance(atom, Literal) and atom in known
 
 
+def known_among(atoms: Iterable[Atom], known: Mapping[Any, Any]) -> list[Any]:
+    """The entries of those atoms that are known."""
+    return [known[x] for x in atoms if is_known(x, known)]
+
+
+def handed(pairs: Iterable[tuple[Var, Atom]], known: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The entries of variables that are set to known atoms."""
+    return {v: known[x] for v, x in pairs if is_known(x, known)}
+
+
 def sources_of_body(node: Equation, body: Body, known: Mapping[Any, Path]) -> Sources:
     """The parameters in reach of the nodes in a body of an equation."""
-    pairs = zip(body.invars, arguments_of(node, body), strict=True)
-    return sources_in(body.children, {v: known[x] for v, x in pairs if is_known(x, known)})
+    return sources_in(body.children, handed(given_to(node, body), known))
 
 
-def arguments_of(node: Equation, body: Body) -> Sequence[Array]:
-    """The operands that an equation passes to one of its bodies."""
+def given_to(node: Equation, body: Body) -> list[tuple[Var, Atom]]:
+    """The arguments of a body of an equation, each with the operand that it is set to."""
     inputs = list(node.inputs)
     if node.primitive is jex.while_p:
         num_cond, num_body = node.eqn.params["cond_nconsts"], node.eqn.params["body_nconsts"]
         carry = inputs[num_cond + num_body :]
         consts = inputs[:num_cond] if body.name == "cond_jaxpr" else inputs[num_cond:][:num_body]
-        return [*consts, *carry]
+        inputs = [*consts, *carry]
     # The first operand of a condition is the index of the branch.
-    return inputs[len(inputs) - len(body.invars) :]
+    return list(zip(body.invars, inputs[len(inputs) - len(body.invars) :], strict=True))
+
+
+def arity_of(node: Equation, body: Body) -> tuple[int, int]:
+    """How many constants an equation passes to one of its bodies, and how many carried values then."""
+    if node.primitive is jex.scan_p:
+        return compat.scan_arity(node.eqn.params, list(node.inputs))
+    num_carry = len(node.outputs) if node.primitive is jex.while_p else 0
+    return len(body.invars) - num_carry, num_carry
 
 
 def read_by(node: Node, known: Sources) -> Iterator[Path]:
@@ -90,7 +105,7 @@ def read_by(node: Node, known: Sources) -> Iterator[Path]:
         yield from _read_in([node], known)
         return
     atoms = (*(v for v, _ in node.given), *node.returns)
-    yield from (known[v] for v in atoms if is_known(v, known))
+    yield from known_among(atoms, known)
     yield from _read_in(node.children, known)
 
 
@@ -98,8 +113,9 @@ def _read_in(nodes: Sequence[Node], known: Sources) -> Iterator[Path]:
     for x in (x for node in nodes for x in tree.walk(node, into_bodies=False)):
         if isinstance(x, Body):
             continue
-        yield from (known[v] for v in tree.reads(x) if is_known(v, known))
-        if isinstance(x, Equation) and any(is_known(v, known) for v in x.inputs):
+        read = known_among(tree.reads(x), known)
+        yield from read
+        if isinstance(x, Equation) and read:
             for body in x.bodies:
                 yield from _read_in(body.children, sources_of_body(x, body, known))
 
@@ -119,11 +135,16 @@ def depends(body: Body, flags: Sequence[bool]) -> list[bool]:
         if _any_of(step.inputs, found):
             flags = _of_results(step.equation, found) if step.equation else [True]
             found.update(itertools.compress(step.outputs, flags))
-    return [_any_of([x], found) for x in body.returns]
+    return [is_known(x, found) for x in body.returns]
 
 
 def _any_of(atoms: Sequence[Atom], found: Container[Any]) -> bool:
     return any(is_known(x, found) for x in atoms)
+
+
+def _flags(node: Equation, body: Body, found: Container[Any]) -> list[bool]:
+    """For each argument of a body of an equation, whether it is one of the variables in `found`."""
+    return [is_known(x, found) for _, x in given_to(node, body)]
 
 
 def _of_results(node: Equation, found: Container[Any]) -> list[bool]:
@@ -136,22 +157,15 @@ def _of_results(node: Equation, found: Container[Any]) -> list[bool]:
     whole = [len(body.returns) == len(node.outputs) for body in node.bodies]
     if not whole or not all(whole) or any(len(x.invars) > len(node.inputs) for x in node.bodies):
         return everything
-    flags = [
-        depends(body, [_any_of([x], found) for x in arguments_of(node, body)])
-        for body in node.bodies
-    ]
+    flags = [depends(body, _flags(node, body, found)) for body in node.bodies]
     return [any(each) for each in zip(*flags, strict=True)]
 
 
 def _of_loop(node: Equation, found: Container[Any]) -> list[bool]:
     """Which results of a loop depend on the variables in `found`, also by way of earlier steps."""
     body = next(x for x in node.bodies if x.name != "cond_jaxpr")
-    flags = [_any_of([x], found) for x in arguments_of(node, body)]
-    if node.primitive is jex.while_p:
-        num_carry = len(node.outputs)
-        start = len(body.invars) - num_carry
-    else:
-        start, num_carry = compat.scan_arity(node.eqn.params, list(node.inputs))
+    flags = _flags(node, body, found)
+    start, num_carry = arity_of(node, body)
     while True:
         results = depends(body, flags)
         carry = [x or y for x, y in zip(flags[start:], results[:num_carry], strict=False)]
@@ -160,8 +174,8 @@ def _of_loop(node: Equation, found: Container[Any]) -> list[bool]:
             break
         flags = new
     for cond in (x for x in node.bodies if x.name == "cond_jaxpr"):
-        consts = arguments_of(node, cond)[: len(cond.invars) - num_carry]
-        if any(depends(cond, [*(_any_of([x], found) for x in consts), *flags[start:]])):
+        consts = _flags(node, cond, found)[: len(cond.invars) - num_carry]
+        if any(depends(cond, [*consts, *flags[start:]])):
             return [True] * len(node.outputs)
     return [*flags[start:][:num_carry], *results[num_carry:]]
 

@@ -187,11 +187,6 @@ class Body:
         return self.invars
 
     @property
-    def is_differentiated(self) -> bool:
-        """Always False: only the equation around a body knows this."""
-        return False
-
-    @property
     def outputs(self) -> tuple[Atom, ...]:
         """The results of the program."""
         return self.returns
@@ -363,6 +358,11 @@ def setting(*given: tuple[Var, Atom]) -> ModuleCall:
     return ModuleCall(None, given, (), (), ())
 
 
+def is_below(path: str, above: str) -> bool:
+    """Whether a path is the path of a module, or of a module or parameter below it."""
+    return f"{path}/".startswith(f"{above}/")
+
+
 def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a variable."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
@@ -377,23 +377,16 @@ def walk(node: Node, into_bodies: bool = True) -> Iterator[Node]:
 
 
 def equations_in(body: Body) -> Iterator[JaxprEqn]:
-    """The equations of a program, also the ones in their parameters, in arbitrary order."""
-    nodes: list[Node] = list(body.children)
-    jaxprs: list[Any] = []
-    while nodes:  # as in `uses`
-        node = nodes.pop()
-        if isinstance(node, Equation):
-            yield node.eqn
-            jaxprs += [jaxpr for _, jaxpr in jaxprs_of(node.eqn.params)]
-        else:
-            nodes += node.children
+    """The equations of a program and, once each, of the programs in it, in arbitrary order."""
+    eqns = [x.eqn for x in walk(body, into_bodies=False) if isinstance(x, Equation)]
     seen: set[int] = set()
-    while jaxprs:
-        jaxpr = jaxprs.pop()
-        if id(jaxpr) not in seen:
-            seen.add(id(jaxpr))
-            yield from jaxpr.eqns
-            jaxprs += [inner for eqn in jaxpr.eqns for _, inner in jaxprs_of(eqn.params)]
+    while eqns:
+        eqn = eqns.pop()
+        yield eqn
+        for _, jaxpr in jaxprs_of(eqn.params):
+            if id(jaxpr) not in seen:
+                seen.add(id(jaxpr))
+                eqns += jaxpr.eqns
 
 
 def calls(root: Any) -> Iterator[ModuleCall]:

@@ -53,14 +53,10 @@ def _size(atom: Atom) -> int:
 
 
 def _of_dot(eqn: Any) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    shape = eqn.invars[0].aval.shape
-    return 2 * _size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
-
-
-def _of_ragged_dot(eqn: Any) -> int:
-    """Counts a ragged product, in which each row is multiplied by one of the matrices."""
-    (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    """Counts a product; in a ragged one, each row is multiplied by one of the matrices."""
+    numbers = eqn.params.get("dimension_numbers")
+    numbers = numbers or eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    (contracted, _), _ = numbers
     shape = eqn.invars[0].aval.shape
     return 2 * _size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
 
@@ -112,7 +108,7 @@ _MOVES = frozenset(
 
 _RULES: dict[str, Callable[[Any], int]] = {
     "dot_general": _of_dot,
-    "ragged_dot_general": _of_ragged_dot,
+    "ragged_dot_general": _of_dot,
     "conv_general_dilated": _of_conv,
     **dict.fromkeys(
         "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
