@@ -225,14 +225,10 @@ class Edit:
         children = _exchanged(body.children, self.grafts, before, read, ended)
         if not keep_unused:
             face = _without_unused(face, before, read, unchanged)
-        bodies = [body, *(graft.mox.body for graft in grafts)]
-        constvars = tuple(v for x in bodies for v in x.constvars)
-        consts = tuple(c for x in bodies for c in x.consts)
-        whole = dataclasses.replace(body, constvars=constvars, consts=consts)
+        whole = tree.with_constants(body, (graft.mox.body for graft in grafts))
         new = dataclasses.replace(mox, body=whole).with_nodes(children, face, None)
         vars(new.body)["uses"] = read  # the value of the cached property
-        init = mox.init and _Init(mox, new.body, face, list(grafts))
-        return dataclasses.replace(new, init=init)
+        return dataclasses.replace(new, init=mox.init and _init_of(mox, new, list(grafts)))
 
     def _unchanged(self) -> set[Path]:
         """The state that was changed only by replaced nodes."""
@@ -325,46 +321,43 @@ def _without_unused(
 # --- init -----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Init:
+def _init_of(old: Program, new: Program, grafts: Sequence[Graft]) -> Callable[..., Tree]:
     """The `init` of a model with grafts: calls the old model's `init` and the grafts'.
 
-    Attributes:
+    Args:
       old: the model without the grafts.
-      body: the tree with the grafts.
-      face: the arguments and results of this tree.
+      new: the model with the grafts, without `init`.
       grafts: the grafts, in the order in which they run.
     """
 
-    old: Program
-    body: Body
-    face: Interface
-    grafts: Sequence[Graft]
-
-    def __call__(self, rng: Key | None, *args: Any, **kwargs: Any) -> Any:
+    def init(rng: Key | None, *args: Any, **kwargs: Any) -> Tree:
         with init_called("init of the changed model called that of the model before", _WAY_OUT):
-            made = self.old.initial(rng, *args, **kwargs)
+            made = old.initial(rng, *args, **kwargs)
         entries = dict(zip(("params", "state"), made, strict=True))
-        for graft in self.grafts:
+        for graft in grafts:
             key = None if rng is None else jax.random.fold_in(as_key(rng), graft.salt)
-            new = _initial(graft, key)
-            if new is None:
-                given = self._arguments(entries, rng, args, kwargs)
-                values = run(_only(self.body, graft.inputs), self.body.consts, given)
-                new = graft.mox.initial(key, *values)
-            for kind, x in zip(entries, new, strict=True):
+            own = _initial(graft, key)
+            if own is None:
+                given = _arguments(new.interface, entries, rng, args, kwargs)
+                own = graft.mox.initial(
+                    key, *run(_only(new.body, graft.inputs), new.body.consts, given)
+                )
+            for kind, x in zip(entries, own, strict=True):
                 entries[kind] = {**x, **entries[kind]}
-        return self.face.of_init(*entries.values())
+        return new.interface.of_init(*entries.values())
 
-    def _arguments(self, entries: Any, rng: Any, args: Any, kwargs: Any) -> list[Array]:
-        """The arguments of the model's program: None for entries not yet made."""
-        face, arrays = self.face, list[Any]()
-        for kind in ("params", "state"):
-            for path, slot in getattr(face, kind).items():
-                arrays += jax.tree.leaves(entries[kind].get(path)) or [None] * len(slot.atoms)
-        if face.rng.atoms:
-            arrays.append(key_like(rng, face.rng.atoms, lambda: True))
-        return arrays + face.arrays_of_arguments(args, kwargs)
+    return init
+
+
+def _arguments(face: Interface, entries: Any, rng: Any, args: Any, kwargs: Any) -> list[Array]:
+    """The arguments of a program: None for entries not yet made."""
+    arrays: list[Any] = []
+    for kind in ("params", "state"):
+        for path, slot in face.slots(kind).items():
+            arrays += jax.tree.leaves(entries[kind].get(path)) or [None] * len(slot.atoms)
+    if face.rng.atoms:
+        arrays.append(key_like(rng, face.rng.atoms, lambda: True))
+    return arrays + face.arrays_of_arguments(args, kwargs)
 
 
 _WAY_OUT = "Call it with the arguments that this one takes (is_training=True, say)"

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from haiku_implicit.mox.program import marks, tree
 from haiku_implicit.mox.program.interface import ENTRIES, Interface, Path, Slot, by_variable
 from haiku_implicit.mox.program.paths import with_new_paths
 from haiku_implicit.mox.program.program import Program
-from haiku_implicit.mox.program.sites import Site, arity_of, given_to, read_by, sites_of
+from haiku_implicit.mox.program.sites import Place, Site, arity_of, given_to, read_by, sites_of
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
 
 
@@ -61,15 +61,12 @@ def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot
             taps[id(site.place.body)][name] = site.node.outputs
     edit = Edit(Changes(mox, looped, {}, taps))
     rest = {key: iter(graft.taps) for key, graft in edit.grafts.items()}
-    values = {
-        name: [next(rest[id(site.top)]) for _ in site.node.outputs]
-        if site.place.around
-        else site.node.outputs
-        for name, site in sorted(names.items())
-    }
-    slots = {
-        name: Slot(structures_of(site.node)[1], tuple(values[name])) for name, site in names.items()
-    }
+    slots = {}
+    for name, site in sorted(names.items()):
+        atoms = site.node.outputs
+        if site.place.around:
+            atoms = tuple(next(rest[id(site.top)]) for _ in atoms)
+        slots[name] = Slot(structures_of(site.node)[1], atoms)
     return edit.program(), slots
 
 
@@ -94,20 +91,24 @@ def with_taps(mox: Program, nodes: Sequence[Node]) -> Program:
     return new.with_nodes(new.body.children, face, new.init)
 
 
-def joined(tree: Tree) -> Slot:
-    """Joins a tree of slots into one slot."""
-
-    def filled(slot: Slot) -> Any:
-        return slot.tree.merge([Variable(v) for v in slot.atoms])
-
-    whole = jax.tree.map(filled, tree, is_leaf=lambda x: isinstance(x, Slot))
-    structure, variables = marks.split(whole, lambda x: isinstance(x, Variable))
-    return Slot(structure, tuple(x.atom for x in variables))
-
-
 @dataclasses.dataclass(frozen=True)
-class Variable:
+class _Variable:
     atom: Atom
+
+
+def joined(slots: Tree) -> Slot:
+    """Joins a tree of slots into one slot."""
+    return _slot_of(jax.tree.map(_filled, slots, is_leaf=lambda x: isinstance(x, Slot)))
+
+
+def _filled(slot: Slot) -> Tree:
+    """The tree of a slot, with its variables as leaves of their own type."""
+    return slot.tree.merge(map(_Variable, slot.atoms))
+
+
+def _slot_of(filled: Tree) -> Slot:
+    structure, variables = marks.split(filled, lambda x: isinstance(x, _Variable))
+    return Slot(structure, tuple(x.atom for x in variables))
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -161,17 +162,17 @@ def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None)
     if not isinstance(node, ModuleCall) or node.call is None:
         raise ValueError(f"where: expected the call of a module, got {node!r}")
     (site,) = sites_of(mox.body, [node])
-    scope = _scope_of(mox.body, site, layer)
+    body, nodes, unknown = _scope_of(mox.body, site, layer)
     original, face = Original(site.place.body, node), mox.interface
     # As single steps: a whole call would need all of its arguments, even for one of its results.
-    single = [node or tree.setting((v[0], x[0])) for v, x, node in tree.steps(scope.children)]
+    single = [node or tree.setting((v[0], x[0])) for v, x, node in tree.steps(nodes)]
     children = tree.needed(single, set(original.captured))
     read = tree.uses(children, original.captured)
-    for v, reason in [*((v, _ARGUMENTS) for v in face.args.atoms), *scope.unknown.items()]:
+    for v, reason in [*((v, _ARGUMENTS) for v in face.args.atoms), *unknown.items()]:
         if read[v]:
             raise ValueError(f"{node!r} can't be extracted: {reason}")
     own = _interface(face, node, original, read)
-    whole = dataclasses.replace(mox, body=scope.body)
+    whole = dataclasses.replace(mox, body=body)
     part = pruned(whole, own, (*children, original.call))
     return dataclasses.replace(part, init=_init_on_zeros(mox, part.interface))
 
@@ -188,9 +189,7 @@ def _interface(
       read: how often each variable of the model is read for the call.
     """
     structure, results = structures_of(node)
-    args, kwargs = structure.merge([Variable(v) for v in original.arguments])
-    named = dict(args=args, kwargs=kwargs)
-    structure, variables = marks.split(named, lambda x: isinstance(x, Variable))
+    args, kwargs = _filled(Slot(structure, original.arguments))
     changed = {*original.hidden, *node.outputs}
     uses_state = any(changed.intersection(slot.atoms) for slot in face.new_state.values()) or any(
         read[v] for slot in face.state.values() for v in slot.atoms
@@ -199,7 +198,7 @@ def _interface(
         face,
         leading=tuple(name for name in face.leading if name != "state" or uses_state),
         signature=inspect.Signature(_ANY),
-        args=Slot(structure, tuple(x.atom for x in variables)),
+        args=_slot_of(dict(args=args, kwargs=kwargs)),
         results=Slot(results, tuple(node.outputs)),
         new_state=face.state_after(changed) if uses_state else {},
         state=face.state if uses_state else {},
@@ -218,31 +217,18 @@ _ARGUMENTS = "beside its arguments it reads what is computed from the model's ar
 _CARRIED = "beside its arguments it reads what a loop around it computes from step to step"
 
 
-class _Scope(NamedTuple):
-    """The nodes in reach of a call, with the nodes of the bodies around it.
+def _scope_of(
+    root: Body, site: Site, layer: int | Sequence[int] | None
+) -> tuple[Body, list[Node], dict[Var, str]]:
+    """The nodes in reach of a call, in a given layer of each stack around it.
 
-    Attributes:
-      body: the whole program, with the constants of all bodies.
-      children: the nodes.
-      unknown: variables without a value outside the loops around the call, each with the reason.
+    Returns:
+      The whole program, with the constants of all bodies around the call; the nodes of these bodies;
+      and variables without a value outside the loops around the call, each with the reason.
     """
-
-    body: Body
-    children: tuple[Node, ...]
-    unknown: dict[Var, str]
-
-
-def _scope_of(root: Body, site: Site, layer: int | Sequence[int] | None) -> _Scope:
-    """The scope of a call, in a given layer of each stack around it."""
     layers = iter(_checked_layers(site, layer))
-    places = []
-    place: Any = site.place
-    while place.outer is not None:
-        places.append(place)
-        place = place.outer
     children, unknown = [*root.children], {}
-    bodies = [root, *(place.body for place in reversed(places))]
-    for place in reversed(places):
+    for place in _inwards(site.place):
         equation = place.around[-1]
         number = next(layers) if equation.primitive is jex.scan_p else None
         for v, outer in _arguments(equation, place.body, number):
@@ -251,12 +237,13 @@ def _scope_of(root: Body, site: Site, layer: int | Sequence[int] | None) -> _Sco
             else:
                 children.append(outer)
         children += place.body.children
-    whole = dataclasses.replace(
-        root,
-        constvars=tuple(v for body in bodies for v in body.constvars),
-        consts=tuple(x for body in bodies for x in body.consts),
-    )
-    return _Scope(whole, tuple(children), unknown)
+    whole = tree.with_constants(root, (place.body for place in _inwards(site.place)))
+    return whole, children, unknown
+
+
+def _inwards(place: Place) -> list[Place]:
+    """The places from the outermost equation around a place to the place itself."""
+    return [*_inwards(place.outer), place] if place.outer else []
 
 
 def _checked_layers(site: Site, layer: int | Sequence[int] | None) -> Sequence[int | None]:

@@ -100,13 +100,13 @@ def equations_of(jaxpr: Any) -> Iterator[JaxprEqn]:
 
 
 def _program(x: jax.Array, i: jax.Array, key: jax.Array) -> Any:
-    calls = [
+    row, image = x[0], x[None, None]
+    return [
+        # Calls.
         jax.jit(lambda x: x * 2)(x),
         jax.device_put(x),
         jax.device_put(x, jax.devices()[0], src=jax.devices()[0]),
-    ]
-    row, image = x[0], x[None, None]
-    control_flow = [
+        # Control flow.
         jax.lax.scan(lambda c, y: (c + y, None), row, x)[0],
         jax.lax.cond(i[0] > 0, jnp.sin, jnp.cos, x),
         jax.lax.while_loop(lambda x: x[0] < 1, jnp.sin, row),
@@ -114,8 +114,7 @@ def _program(x: jax.Array, i: jax.Array, key: jax.Array) -> Any:
         jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
         jax.lax.composite(jnp.sin, "sine")(x),
         jax.lax.reduce(x, jnp.float32(1), lambda a, b: a * b + a, (0,)),
-    ]
-    numbers = [
+        # Numbers.
         jnp.concatenate([x, x]),
         jax.lax.conv(image, image, (1, 1), "SAME"),
         jax.lax.ragged_dot(x, x[None], i[:1]),
@@ -126,15 +125,13 @@ def _program(x: jax.Array, i: jax.Array, key: jax.Array) -> Any:
         *(getattr(x.at[0], method)(row) for method in _UPDATES),
         *compat.polynomials(row),
         *(getattr(jex, f"{name}_to_p").bind(x, x) for name in ("eq", "le", "lt")),
-    ]
-    random = [
+        # Random numbers.
         jax.random.wrap_key_data(jax.random.key_data(jax.random.clone(key))),
         jax.random.split(key, 2),
         jax.random.fold_in(key, 1),
         jax.random.bits(key, (2,)),
         jax.random.gamma(key, row),
     ]
-    return [calls, control_flow, numbers, random]
 
 
 _REDUCTIONS = ("and", "max", "min", "or", "prod", "sum", "xor")

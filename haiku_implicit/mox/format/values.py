@@ -199,7 +199,8 @@ def _bytes_from_json(x: Any) -> bytes:
     return base64.b64decode(of_type(x, str, "bytes"), validate=True)
 
 
-def _aval_from_json(x: Any) -> jax.core.ShapedArray:
+def aval_from_json(x: Any) -> jax.core.ShapedArray:
+    """The type of an array as JAX's abstract value, from JSON."""
     struct = type_from_json(x)
     return jax.core.ShapedArray(struct.shape, struct.dtype, struct.weak_type)
 
@@ -381,7 +382,7 @@ _SIMPLE: dict[str, Kind] = {
         array_to_json,
         lambda x: array_from_json(x)[()],
     ),
-    "aval": Kind(lambda x: isinstance(x, jax.core.ShapedArray), type_to_json, _aval_from_json),
+    "aval": Kind(lambda x: isinstance(x, jax.core.ShapedArray), type_to_json, aval_from_json),
     "unspecified": Kind(
         lambda x: x is compat.UNSPECIFIED, lambda x: True, lambda x: compat.UNSPECIFIED
     ),

@@ -119,11 +119,10 @@ class Program:
         kind: Any = hk.TransformedWithState if self.has_state else hk.Transformed
         return kind(init=self.init, apply=apply)
 
-    def __copy__(self) -> "Program":
+    def __deepcopy__(self, memo: Any = None) -> "Program":
         return self  # nothing in it changes
 
-    def __deepcopy__(self, memo: Any) -> "Program":
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> Any:
         raise TypeError(

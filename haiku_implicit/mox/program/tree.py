@@ -134,6 +134,12 @@ class ModuleCall:
         return self.call.method if self.call else ""
 
     @property
+    def kind(self) -> str:
+        """The class of the module, and the method unless it is `__call__`."""
+        method = "" if self.method in ("", "__call__") else f".{self.method}"
+        return f"{self.type_name or 'function'}{method}"
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """The arguments that the module was constructed with, by their names."""
         return self.call.config if self.call else {}
@@ -351,6 +357,16 @@ def steps(nodes: Sequence[Node]) -> Iterator[Step]:
             yield from steps(node.children)
             pairs = zip(node.outputs, node.returns, strict=True)
             yield from (Step((v,), (x,)) for v, x in pairs)
+
+
+def with_constants(body: Body, others: Iterable[Body]) -> Body:
+    """A program that has the constants of other programs, too."""
+    bodies = (body, *others)
+    return dataclasses.replace(
+        body,
+        constvars=tuple(v for x in bodies for v in x.constvars),
+        consts=tuple(c for x in bodies for c in x.consts),
+    )
 
 
 def setting(*given: tuple[Var, Atom]) -> ModuleCall:

@@ -53,7 +53,7 @@ def differences(a: Program, b: Program) -> Iterator[str]:
     for sign, (one, other) in (("-", faces), ("+", faces[::-1])):
         yield from (sign + text for text in one if text not in other)
     old, new = (list(_lines_of(x)) for x in (a, b))
-    blocks = list(_blocks([x.text for x in old], [x.text for x in new]))
+    blocks = _blocks([x.text for x in old], [x.text for x in new])
     same = {
         id(x.node): y.node
         for i, j, k, m in blocks
@@ -70,14 +70,11 @@ def differences(a: Program, b: Program) -> Iterator[str]:
             yield from _changes(x, y, same, partners)
 
 
-def _blocks(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
+def _blocks(old: Sequence[str], new: Sequence[str]) -> list[Sequence[int]]:
     """Pairs of ranges in two lists of lines that are equal, or that replace each other."""
     if old == new:
-        yield 0, len(old), 0, len(new)
-        return
-    for _, *block in difflib.SequenceMatcher(None, old, new).get_opcodes():
-        i, j, k, m = block
-        yield i, j, k, m
+        return [(0, len(old), 0, len(new))]
+    return [block for _, *block in difflib.SequenceMatcher(None, old, new).get_opcodes()]
 
 
 def _changes(x: Line, y: Line, same: Mapping[int, Any], partners: set[int]) -> Iterator[str]:
@@ -118,13 +115,12 @@ def _types(atoms: Sequence[Atom]) -> str:
 
 
 def _lines_of(mox: Program) -> Iterator[Line]:
-    face, env = mox.interface, dict[Any, Origin]()
-    entries = {"parameter": face.params, "state": face.state, "": {("rng", "key"): face.rng}}
-    for label, slots in entries.items():
-        for path, slot in slots.items():
-            name = f"the {label} {'/'.join(path)}".replace("the  rng/key", "the random key")
-            env |= _named(name, slot.atoms)
+    face = mox.interface
+    env = _named("the random key", face.rng.atoms)
     env |= _named("array {} of the arguments", face.args.atoms)
+    for field in ("params", "state"):
+        for path, slot in face.slots(field).items():
+            env |= _named(f"the {ARGUMENTS[field]} {'/'.join(path)}", slot.atoms)
     results = {"result": face.results}
     results |= {f"the new state {'/'.join(path)}": x for path, x in face.new_state.items()}
     returned = {

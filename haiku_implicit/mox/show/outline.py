@@ -53,10 +53,7 @@ class Row:
     @property
     def kind(self) -> str:
         """The class of the module, and the method unless it is `__call__`."""
-        if not isinstance(self.node, ModuleCall):
-            return ""
-        method = "" if self.node.method in ("", "__call__") else f".{self.node.method}"
-        return f"{self.node.type_name or 'function'}{method}"
+        return self.node.kind if isinstance(self.node, ModuleCall) else ""
 
     @property
     def own_primitives(self) -> collections.Counter[str]:

@@ -223,7 +223,7 @@ def calls(root: Body) -> list[ModuleCall]:
 
     If a module itself is called, its other methods and properties are left out.
     """
-    found = [node for node in visible(root) if isinstance(node, ModuleCall)]
+    found = list(tree.calls(root))
     itself = {node.path for node in found if node.method in _CALLS}
     return [x for x in found if x.method in _CALLS or x.path not in itself]
 
