@@ -16,7 +16,7 @@ from haiku_implicit.core.transform import Static
 from haiku_implicit.core.typing import Json, JsonObject, Tree
 from haiku_implicit.mox.format import values
 from haiku_implicit.mox.format.values import Kind, Unsaveable, of_type, require
-from haiku_implicit.mox.program import interface
+from haiku_implicit.mox.program import interface, marks
 from haiku_implicit.mox.program.interface import ENTRIES, WHOLE, Interface, Path, Slot
 
 
@@ -78,7 +78,10 @@ def tree_from_json(x: Any, types: Mapping[str, type]) -> Static:
         return _Leaf((values.from_json(y),))
 
     readers = {"tuple": read, "namedtuple": namedtuple, "value": leaf}
-    leaves, treedef = jax.tree.flatten(read(x))
+    whole = read(x)
+    if type(whole) is _Leaf:  # it may be something that JAX can't flatten
+        return marks.split(whole.x[0], lambda y: False)[0]
+    leaves, treedef = jax.tree.flatten(whole)
     for y in leaves:
         require(type(y) is _Leaf or (type(y) is str and y == "array"), f"{y!r} is no structure")
     return Static(treedef, tuple(y.x if type(y) is _Leaf else None for y in leaves))

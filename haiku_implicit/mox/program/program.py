@@ -88,8 +88,6 @@ class Program:
     @functools.cached_property
     def draws_random(self) -> bool:
         """Whether a result depends on the random key."""
-        if not any(self.body.uses[v] for v in self.interface.rng.atoms):
-            return False
         keys = set(self.interface.rng.atoms)
         return any(depends(self.body, [v in keys for v in self.body.invars]))
 
@@ -129,9 +127,6 @@ class Program:
             "a module expression can't be pickled. save(path, mox) writes it to a file, and load(path) "
             "reads it"
         )
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
 
 
 def checked(call: str, x: Any) -> None:
