@@ -22,7 +22,7 @@ from jax.extend.core import primitives as jex
 
 from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.edits.higher import Changes
-from haiku_implicit.mox.program import tree
+from haiku_implicit.mox.program import interface, tree
 from haiku_implicit.mox.program.interface import Interface, Path, Slot, as_key, by_path, key_like
 from haiku_implicit.mox.program.program import ANY_KEY, Piece, Program, init_called, program_of, run
 from haiku_implicit.mox.program.sites import Site, depends, is_known, sites_of
@@ -357,7 +357,7 @@ def _arguments(face: Interface, entries: Any, rng: Any, args: Any, kwargs: Any) 
             arrays += jax.tree.leaves(entries[kind].get(path)) or [None] * len(slot.atoms)
     if face.rng.atoms:
         arrays.append(key_like(rng, face.rng.atoms, lambda: True))
-    return arrays + face.arrays_of_arguments(args, kwargs)
+    return arrays + face.args.arrays_of(interface.named_arguments(face.signature, args, kwargs))
 
 
 _WAY_OUT = "Call it with the arguments that this one takes (is_training=True, say)"

@@ -186,10 +186,6 @@ class Interface:
         arrays += self.rng.arrays_of(key_like(given.get("rng"), self.rng.atoms, draws), "rng")
         return arrays + self.args.arrays_of(given["args"])
 
-    def arrays_of_arguments(self, args: Any, kwargs: Any) -> list[Array]:
-        """The arrays in the arguments of the Haiku function only, checked."""
-        return self.args.arrays_of(named_arguments(self.signature, args, kwargs))
-
     @property
     def apply_signature(self) -> inspect.Signature:
         """The signature of `apply`."""
