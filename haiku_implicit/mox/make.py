@@ -47,9 +47,7 @@ def _maker_of_one(transformed: Any) -> Callable[..., Mox]:
 def _maker_of_several(transformed: Any) -> Callable[..., Tree]:
     has_state = isinstance(transformed, hk.MultiTransformedWithState)
     kind: Any = hk.TransformedWithState if has_state else hk.Transformed
-    makers = jax.tree.map(
-        lambda apply: _maker_of_one(kind(transformed.init, apply)), transformed.apply
-    )
+    makers = jax.tree.map(lambda fun: _maker_of_one(kind(transformed.init, fun)), transformed.apply)
 
     def make(args: Any, kwargs: Any, **given: Any) -> Tree:
         return jax.tree.map(lambda one: one(*args, **given, **kwargs), makers)

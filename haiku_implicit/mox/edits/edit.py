@@ -23,7 +23,7 @@ from jax.extend.core import primitives as jex
 from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.edits.higher import Changes
 from haiku_implicit.mox.program import interface, tree
-from haiku_implicit.mox.program.interface import Interface, Path, Slot, as_key, by_path, key_like
+from haiku_implicit.mox.program.interface import Interface, Path, Slot, as_key, by_path, unread
 from haiku_implicit.mox.program.program import ANY_KEY, Piece, Program, init_called, program_of, run
 from haiku_implicit.mox.program.sites import Site, depends, is_known, sites_of
 from haiku_implicit.mox.program.tree import Atom, Body, ModuleCall, Node
@@ -81,11 +81,8 @@ def _ended_state(changes: Changes) -> set[Path]:
     gone = {id(x) for site in replaced for x in tree.walk(site.node)}
     left = {call.path for call in tree.calls(mox.body) if id(call) not in gone}
     ended = {site.path for site in replaced if site.node.path not in left}
-    return {
-        path
-        for path in new_state
-        if path[0] not in left and any(tree.is_below(path[0], x) for x in ended)
-    }
+    uncalled = (path for path in new_state if path[0] not in left)
+    return {path for path in uncalled if any(tree.is_below(path[0], x) for x in ended)}
 
 
 class Graft(NamedTuple):
@@ -148,13 +145,8 @@ class Edit:
         if rest and isinstance(node, ModuleCall):
             given += node.given
         results = face.results.atoms
-        new = ModuleCall(
-            call=None,
-            children=(*rest, *children),
-            returns=results[: len(used)],
-            outputs=tuple(piece.outputs[i] for i in used),
-            given=tuple(given),
-        )
+        returns, outputs = results[: len(used)], tuple(piece.outputs[i] for i in used)
+        new = ModuleCall(None, tuple(given), (*rest, *children), returns, outputs)
         # The values of new parameters depend only on their names, not on the order of changes.
         names = sorted(map("/".join, (*face.params, *face.state)))
         salt = zlib.crc32(repr(names).encode())
@@ -187,11 +179,8 @@ class Edit:
         """
         if not any(self.mox.body.uses[v] for v in self.face.rng.atoms):
             return set()
-        found = (
-            x.invars
-            for x in tree.equations_in(self.mox.body)
-            if x.primitive is jex.random_fold_in_p
-        )
+        eqns = tree.equations_in(self.mox.body)
+        found = (x.invars for x in eqns if x.primitive is jex.random_fold_in_p)
         return {int(number.val) for _, number in found if isinstance(number, Literal)}
 
     def _shared(self, node: Node, face: Interface) -> list[tuple[Any, Any]]:
@@ -232,9 +221,8 @@ class Edit:
 
     def _unchanged(self) -> set[Path]:
         """The state that was changed only by replaced nodes."""
-        nodes = (
-            x for graft in self.grafts.values() for x in tree.walk(graft.node, into_bodies=False)
-        )
+        new_nodes = (graft.node for graft in self.grafts.values())
+        nodes = (x for node in new_nodes for x in tree.walk(node, into_bodies=False))
         defined = {v for x in nodes for v in x.outputs}
         state, new = self.face.state, self.face.new_state
         return {p for p in self.ended if p in state and defined.isdisjoint(new[p].atoms)}
@@ -307,11 +295,7 @@ def _without_unused(
     unchanged: Collection[Path],
 ) -> Interface:
     """Drops the parameters that only replaced nodes read, and the state that only they changed."""
-    params = [
-        path
-        for path, slot in face.params.items()
-        if any(before[v] for v in slot.atoms) and not any(read[v] for v in slot.atoms)
-    ]
+    params = unread(face.params, read) - unread(face.params, before)
     # Unchanged state is returned, which is one use.
     state = [path for path in unchanged if all(read[v] == 1 for v in face.state[path].atoms)]
     read.subtract(v for path in state for v in face.state[path].atoms)
@@ -339,9 +323,8 @@ def _init_of(old: Program, new: Program, grafts: Sequence[Graft]) -> Callable[..
             own = _initial(graft, key)
             if own is None:
                 given = _arguments(new.interface, entries, rng, args, kwargs)
-                own = graft.mox.initial(
-                    key, *run(_only(new.body, graft.inputs), new.body.consts, given)
-                )
+                inputs = run(_only(new.body, graft.inputs), new.body.consts, given)
+                own = graft.mox.initial(key, *inputs)
             for kind, x in zip(entries, own, strict=True):
                 entries[kind] = {**x, **entries[kind]}
         return new.interface.of_init(*entries.values())
@@ -356,7 +339,7 @@ def _arguments(face: Interface, entries: Any, rng: Any, args: Any, kwargs: Any) 
         for path, slot in face.slots(kind).items():
             arrays += jax.tree.leaves(entries[kind].get(path)) or [None] * len(slot.atoms)
     if face.rng.atoms:
-        arrays.append(key_like(rng, face.rng.atoms, lambda: True))
+        arrays.append(interface.key_like(rng, face.rng.atoms, lambda: True))
     return arrays + face.args.arrays_of(interface.named_arguments(face.signature, args, kwargs))
 
 

@@ -146,10 +146,9 @@ def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
 
 def _keys(pieces: Mapping[int, Piece], rng: Key | None) -> dict[int, Any]:
     """The random keys of pieces, by the `id` of the piece."""
-    return {
-        id(piece): None if rng is None else jax.random.fold_in(rng, i)
-        for i, piece in enumerate(pieces.values())
-    }
+    if rng is None:
+        return dict.fromkeys(map(id, pieces.values()))
+    return {id(piece): jax.random.fold_in(rng, i) for i, piece in enumerate(pieces.values())}
 
 
 # --- the equations ---------------------------------------------------------------------------------
@@ -282,9 +281,7 @@ def _scan(node: Equation, pieces: Pieces, known: set[Var]) -> Functions:
 
         first = carry, {} if stacked else state
         slices = xs, keys(rng), per_layer
-        (carry, shared), (ys, new, taps) = jax.lax.scan(
-            one, first, slices, length=length, **options
-        )
+        (carry, shared), (ys, new, taps) = jax.lax.scan(one, first, slices, length, **options)
         return [*carry, *ys], (new if stacked else shared), taps
 
     return init, apply

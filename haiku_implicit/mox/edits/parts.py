@@ -15,8 +15,15 @@ from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.mox.edits.edit import Edit
 from haiku_implicit.mox.edits.higher import Changes
 from haiku_implicit.mox.edits.replacement import Original, structures_of
-from haiku_implicit.mox.program import marks, tree
-from haiku_implicit.mox.program.interface import ENTRIES, Interface, Path, Slot, by_variable
+from haiku_implicit.mox.program import interface, marks, tree
+from haiku_implicit.mox.program.interface import (
+    ANY_ARGUMENTS,
+    ENTRIES,
+    Interface,
+    Path,
+    Slot,
+    unread,
+)
 from haiku_implicit.mox.program.paths import with_new_paths
 from haiku_implicit.mox.program.program import Program
 from haiku_implicit.mox.program.sites import Place, Site, arity_of, given_to, read_by, sites_of
@@ -26,7 +33,7 @@ from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, No
 def read_of(mox: Program, slots: Mapping[Path, Slot], nodes: Sequence[Node]) -> list[str]:
     """The parameters or state that nodes read, each as `module/name`, in the model's order."""
     found = set()
-    for site in sites_of(mox.body, nodes, inner=True, params=by_variable(slots)):
+    for site in sites_of(mox.body, nodes, inner=True, params=interface.by_variable(slots)):
         found |= set(read_by(site.node, site.place.known))
     return ["/".join(path) for path in slots if path in found]
 
@@ -138,12 +145,9 @@ def pruned(mox: Program, face: Interface, children: Sequence[Node]) -> Program:
     """The expression with other results, without the nodes and parameters that they don't need."""
     children = tree.needed(children, set(tree.variables(face.returns)))
     read = tree.uses(children, face.results.atoms)
-    params = [path for path, x in face.params.items() if not any(read[v] for v in x.atoms)]
-    state = [
-        path
-        for path, x in face.state.items()
-        if not any(read[v] for v in x.atoms) and face.new_state.get(path, x).atoms == x.atoms
-    ]
+    old, new = face.state, face.new_state
+    unchanged = {path for path, x in old.items() if new.get(path, x).atoms == x.atoms}
+    params, state = unread(face.params, read), unread(old, read) & unchanged
     face = face.without(params, state)
     return mox.with_nodes(children, face, mox.with_init_of(face.of_init))
 
@@ -197,18 +201,12 @@ def _interface(
     return dataclasses.replace(
         face,
         leading=tuple(name for name in face.leading if name != "state" or uses_state),
-        signature=inspect.Signature(_ANY),
+        signature=ANY_ARGUMENTS,
         args=_slot_of(dict(args=args, kwargs=kwargs)),
         results=Slot(results, tuple(node.outputs)),
         new_state=face.state_after(changed) if uses_state else {},
         state=face.state if uses_state else {},
     )
-
-
-_ANY = [
-    inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
-    inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
-]
 
 
 # --- the scope of a call -----------------------------------------------------------------------------
@@ -252,9 +250,8 @@ def _checked_layers(site: Site, layer: int | Sequence[int] | None) -> Sequence[i
     if layer is None:
         return [None] * len(lengths)
     given = list(layer) if isinstance(layer, Sequence) else [layer]
-    if len(given) != len(lengths) or not all(
-        0 <= i < n for i, n in zip(given, lengths, strict=True)
-    ):
+    pairs = zip(given, lengths, strict=False)
+    if len(given) != len(lengths) or not all(0 <= i < n for i, n in pairs):
         raise ValueError(f"layer: {site.node!r} is {_described(lengths)}, got {layer!r}")
     return given
 
@@ -283,10 +280,10 @@ def _arguments(
             yield v, _CARRIED
         elif layer is None:
             length = equation.eqn.params["length"]
-            yield (
-                v,
-                f"it is in a stack of {length} layers. Say which one is meant, from 0 on: layer=",
+            reason = (
+                f"it is in a stack of {length} layers. Say which one is meant, from 0 on: layer="
             )
+            yield v, reason
         else:
             yield v, _element(v, outer, layer)
 
@@ -340,11 +337,8 @@ def shared(mox: Program, taking: Mapping[str, str]) -> Program:
                     f"{'/'.join(source)!r}: give each module one other"
                 )
     last = {path: _last_source(path, sources) for path in sources}
-    given = [
-        pair
-        for path, source in last.items()
-        for pair in zip(old[path].atoms, old[source].atoms, strict=True)
-    ]
+    pairs = ((old[path].atoms, old[source].atoms) for path, source in last.items())
+    given = [pair for atoms in pairs for pair in zip(*atoms, strict=True)]
     params = {path: slot for path, slot in old.items() if path not in sources}
     face = dataclasses.replace(mox.interface, params=params)
     children = (tree.setting(*given), *mox.body.children)
@@ -385,11 +379,8 @@ def _last_source(path: Path, sources: Mapping[Path, Path]) -> Path:
 
 def _below(entries: Mapping[Path, Slot], module: str) -> dict[Path, Slot]:
     """The entries of a module and of the modules below it, by the rest of their path."""
-    return {
-        (path[0][len(module) :], path[1]): slot
-        for path, slot in entries.items()
-        if tree.is_below(path[0], module)
-    }
+    below = ((path, x) for path, x in entries.items() if tree.is_below(path[0], module))
+    return {(path[0][len(module) :], path[1]): slot for path, slot in below}
 
 
 def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str]) -> Program:

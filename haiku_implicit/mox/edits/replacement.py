@@ -370,16 +370,11 @@ def _levels_of(node: ModuleCall) -> tuple[_Level, ...]:
     seen, seen_results = node.seen or inner, node.seen_results
     if len(seen) != len(seen_results):
         raise ValueError(f"{node!r} can't be replaced: it is under vmap in parts")
-    unmapped = (None,) * len(node.inputs)
-    return tuple(
-        _Level(
-            f"elements {i} of {node!r}",
-            results.size,
-            given.axes if given else unmapped,
-            results.axes,
-        )
-        for i, (given, results) in enumerate(zip(seen, seen_results, strict=True))
-    )
+    levels = []
+    for i, (given, results) in enumerate(zip(seen, seen_results, strict=True)):
+        axes = given.axes if given else (None,) * len(node.inputs)
+        levels.append(_Level(f"elements {i} of {node!r}", results.size, axes, results.axes))
+    return tuple(levels)
 
 
 def _element_types(atoms: Sequence[Atom], seen: Sequence[Any]) -> list[Aval]:
@@ -468,10 +463,8 @@ def _batch(operands: Sequence[Array], axes: Any, *, fun: Any, levels: Any, out: 
     level, *rest = levels
     indices, arrays = operands[1 : len(levels)], operands[len(levels) :]
     wanted = (*level.axes, *[None] * (len(arrays) - len(level.axes)))
-    moved = [
-        _moved(level, x, has, want)
-        for x, has, want in zip(arrays, axes[len(levels) :], wanted, strict=True)
-    ]
+    axes = zip(arrays, axes[len(levels) :], wanted, strict=True)
+    moved = [_moved(level, x, has, want) for x, has, want in axes]
     out_axes = [*level.out_axes, *[None] * (len(out) - len(level.out_axes))]
     if not rest:
         return fun(*moved), out_axes

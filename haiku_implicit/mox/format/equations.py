@@ -219,9 +219,8 @@ def to_file(
     if primitive is jex.scan_p:
         num_consts, num_carry = compat.scan_arity(dict(params), list(operands))
         params = {**params, "num_consts": num_consts, "num_carry": num_carry}
-    kept = {
-        name: params[name] for names in _FORMS[primitive.name] for name in names if name in params
-    }
+    required, optional = _FORMS[primitive.name]
+    kept = {name: params[name] for name in (*required, *optional) if name in params}
     if "inline" in kept:
         inline = kept.pop("inline")
         if inline != template("jit")["inline"]:

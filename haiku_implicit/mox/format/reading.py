@@ -202,9 +202,8 @@ class _BodyReader:
 
     def define(self, x: Mapping[str, Json], name: str, found: Sequence[Any]) -> None:
         variables = _list(x, name)
-        require(
-            len(variables) == len(found), f"{len(found)} results have {len(variables)} variables"
-        )
+        count = len(variables)
+        require(count == len(found), f"{len(found)} results have {count} variables")
         for v, value in zip(variables, found, strict=True):
             is_new = of_type(v, int, "a variable") not in self.values
             require(is_new, f"variable {v} is there already")

@@ -69,9 +69,7 @@ def tree_from_json(x: Any, types: Mapping[str, type]) -> Static:
         names = tuple(of_type(field, str, "a field") for field, _ in fields)
         cls: Any = types.get(of_type(name, str, "the name of a class"))
         cls = cls or _new_namedtuple(name, names)
-        require(
-            getattr(cls, "_fields", None) == names, f"{name} has other fields than {list(names)}"
-        )
+        require(getattr(cls, "_fields", None) == names, f"{name} has other fields than {names}")
         return cls(*(part for _, part in fields))
 
     def leaf(y: Any) -> _Leaf:
@@ -102,14 +100,12 @@ def interface_to_json(face: Interface) -> JsonObject:
         if parameter.default is not inspect.Parameter.empty:
             written.append(_named(f"the default of {name}", values.to_json, parameter.default))
         new["signature"].append(written)
-    for kind, label in (interface.ARGUMENTS | interface.RESULTS).items():
-        trees = {
-            path: _named(
-                "/".join(path) if kind in ENTRIES else f"the {label}", tree_to_json, slot.tree
-            )
-            for path, slot in face.slots(kind).items()
-        }
-        new[kind] = [[*path, x] for path, x in trees.items()] if kind in ENTRIES else trees[WHOLE]
+    for field, label in (interface.ARGUMENTS | interface.RESULTS).items():
+        trees = {}
+        for path, slot in face.slots(field).items():
+            what = "/".join(path) if field in ENTRIES else f"the {label}"
+            trees[path] = _named(what, tree_to_json, slot.tree)
+        new[field] = [[*path, x] for path, x in trees.items()] if field in ENTRIES else trees[WHOLE]
     return new
 
 
@@ -128,9 +124,8 @@ def interface_from_json(
     every = ("params", "state", "rng")
     some = [names for n in range(4) for names in itertools.combinations(every, n)]
     require(leading in some, f"the first arguments have to be some of {every}")
-    signature = inspect.Signature(
-        list(map(_parameter, of_type(x.get("signature"), list, "signature")))
-    )
+    parameters = map(_parameter, of_type(x.get("signature"), list, "signature"))
+    signature = inspect.Signature(list(parameters))
     fields = interface.ARGUMENTS | interface.RESULTS
     slots = {field: _slots(x, field, types) for field in fields}
     found: Any = {field: x if field in ENTRIES else x[WHOLE] for field, x in slots.items()}

@@ -167,10 +167,8 @@ def array_from_json(x: Any) -> Any:
     require(isinstance(struct.dtype, np.dtype), "the bytes of an array have to be numbers")
     data = np.frombuffer(_bytes_from_json(x.get("data")), np.uint8)
     name, expected = x["type"][0], math.prod(struct.shape) * struct.dtype.itemsize
-    require(
-        len(data) == expected,
-        f"an array {name}{list(struct.shape)} has {expected} bytes, got {len(data)}",
-    )
+    what = f"an array {name}{list(struct.shape)}"
+    require(len(data) == expected, f"{what} has {expected} bytes, got {len(data)}")
     array = dtypes.array_of(data, name, struct.shape, weak_type=False, as_numpy=True)
     if "key" not in x:
         return array
@@ -213,10 +211,9 @@ def _classes() -> dict[str, Any]:
     """The classes of enumerations, named tuples and records in the parameters of equations."""
     public = {name: x for name, x in vars(jax.lax).items() if isinstance(x, type)}
     found = {name: x for name, x in public.items() if issubclass(x, enum.Enum) or _fields_of(x)}
-    solve = jax.make_jaxpr(
-        lambda x: jax.lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: y / 2)
-    )(1.0)
-    return found | {"LinearSolve": type(solve.eqns[-1].params["jaxprs"])}
+    solve = functools.partial(jax.lax.custom_linear_solve, jnp.positive, solve=lambda _, x: x)
+    eqn = jax.make_jaxpr(solve)(1.0).eqns[-1]
+    return found | {"LinearSolve": type(eqn.params["jaxprs"])}
 
 
 def _fields_of(cls: Any) -> tuple[str, ...]:
@@ -458,9 +455,7 @@ def from_json(x: Any, more: Mapping[str, Callable[[Any], Any]] = {}) -> Any:
         return x
     if type(x) is list:
         return tuple(from_json(y, more) for y in x)
-    require(
-        len(of_type(x, dict, "a value")) == 1, "a value has to have one key, which says its kind"
-    )
+    require(len(of_type(x, dict, "a value")) == 1, "a value has to have one key, its kind")
     ((tag, value),) = x.items()
     if tag in _WITH_PARTS:
         return _WITH_PARTS[tag].read([from_json(y, more) for y in of_type(value, list, tag)])

@@ -48,6 +48,8 @@ ENTRIES = ("params", "state", "new_state")
 # Stands for the path of another field's only slot.
 WHOLE: Path = ("", "")
 
+ANY_ARGUMENTS = inspect.signature(lambda *args, **kwargs: None)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Interface:
@@ -230,15 +232,13 @@ def by_path(tree: Tree, kind: str = "params") -> dict[Path, Array]:
     Raises:
       TypeError: if the tree is something else.
     """
-    if not isinstance(tree, Mapping | None) or not all(
-        isinstance(entries, Mapping) for entries in (tree or {}).values()
-    ):
+    tree = {} if tree is None else tree
+    if not (isinstance(tree, Mapping) and all(isinstance(x, Mapping) for x in tree.values())):
         raise TypeError(
             f"{kind}: expected what init gives, a dictionary by module and name, got "
             f"{type(tree).__name__}"
         )
-    found = ({} if tree is None else tree).items()
-    return {(module, name): x for module, entries in found for name, x in entries.items()}
+    return {(module, name): x for module, entries in tree.items() for name, x in entries.items()}
 
 
 def nested(entries: Mapping[Path, Array]) -> dict[str, dict[str, Array]]:
@@ -252,6 +252,11 @@ def nested(entries: Mapping[Path, Array]) -> dict[str, dict[str, Array]]:
 def by_variable(slots: Mapping[Path, Slot]) -> dict[Any, Path]:
     """The paths of parameters or state, by variable."""
     return {v: path for path, slot in slots.items() for v in slot.atoms}
+
+
+def unread(slots: Mapping[Path, Slot], read: Mapping[Var, int]) -> set[Path]:
+    """The paths of the slots whose variables are not read; `read` says how often each one is."""
+    return {path for path, slot in slots.items() if not any(read[v] for v in slot.atoms)}
 
 
 def slot_of(x: Any) -> Slot:

@@ -20,6 +20,7 @@ from haiku_implicit.core.transform import Static, tree_leaves_with_implicit
 from haiku_implicit.core.typing import Array, Params, State, Tree
 from haiku_implicit.mox.program import marks, tree
 from haiku_implicit.mox.program.interface import (
+    ANY_ARGUMENTS,
     ARGUMENTS,
     RESULTS,
     WHOLE,
@@ -168,19 +169,12 @@ def program_of(
         signature.bind(*args, **kwargs)
     except TypeError:
         # The signature lacks arguments whose names Haiku also adds (an RNN's `state`).
-        signature = inspect.signature(lambda *args, **kwargs: None)
+        signature = ANY_ARGUMENTS
     named = named_arguments(signature, args, kwargs)
     given = with_shapes(transformed, args, kwargs, **given)
-    face = Interface(
-        leading,
-        signature,
-        params=slots_of(given["params"]),
-        state=slots_of(given["state"]),
-        rng=slot_of(given["rng"]),
-        args=slot_of(named),
-        results=slot_of(None),
-        new_state={},
-    )
+    params, state = slots_of(given["params"]), slots_of(given["state"])
+    rng, own = slot_of(given["rng"]), slot_of(named)
+    face = Interface(leading, signature, params, state, rng, own, slot_of(None), {})
     returned: dict[Any, Static] = {}
 
     def on_arrays(*arrays: Array) -> list[Any]:

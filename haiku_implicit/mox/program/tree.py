@@ -286,10 +286,10 @@ def needed(nodes: Sequence[Node], wanted: set[Var], effects: bool = False) -> tu
                 continue
             if len(children) < len(node.children):
                 node = dataclasses.replace(node, children=children)
-        elif isinstance(node, Body) or not (
-            wanted.intersection(node.outputs) or (effects and node.eqn.effects)
-        ):
-            continue
+        elif isinstance(node, Equation):
+            acts = effects and node.eqn.effects
+            if not acts and wanted.isdisjoint(node.outputs):
+                continue
         wanted.update(variables(reads(node)))
         kept.append(node)
     return tuple(reversed(kept))
@@ -491,15 +491,12 @@ def _merge_last(open_calls: list[tuple[Any, list[Node]]]) -> None:
 
 
 def _module_call(begin: Any, end: JaxprEqn, children: Sequence[Node]) -> ModuleCall:
-    return ModuleCall(
-        end.params["call"],
-        () if begin is None else tuple(zip(begin.outvars[1:], begin.invars, strict=True)),
-        tuple(children),
-        tuple(end.invars[1:]),
-        tuple(end.outvars),
-        () if begin is None else begin.params["seen"],
-        end.params["seen"],
-    )
+    given: Any = ()
+    seen: Any = ()
+    if begin is not None:
+        given, seen = tuple(zip(begin.outvars[1:], begin.invars, strict=True)), begin.params["seen"]
+    call, returns, outputs = end.params["call"], tuple(end.invars[1:]), tuple(end.outvars)
+    return ModuleCall(call, given, tuple(children), returns, outputs, seen, end.params["seen"])
 
 
 def _leaf(eqn: JaxprEqn) -> Equation:

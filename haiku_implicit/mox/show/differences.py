@@ -123,11 +123,10 @@ def _lines_of(mox: Program) -> Iterator[Line]:
             env |= _named(f"the {ARGUMENTS[field]} {'/'.join(path)}", slot.atoms)
     results = {"result": face.results}
     results |= {f"the new state {'/'.join(path)}": x for path, x in face.new_state.items()}
-    returned = {
-        (name if len(slot.atoms) == 1 else f"{name} {i}"): v
-        for name, slot in results.items()
-        for i, v in enumerate(slot.atoms)
-    }
+    returned: dict[str, Any] = {}
+    for name, slot in results.items():
+        several = len(slot.atoms) > 1
+        returned |= {f"{name} {i}" if several else name: v for i, v in enumerate(slot.atoms)}
     yield from _lines_of_body(mox.body, "model", env, returned, 0)
 
 
@@ -152,11 +151,8 @@ def _lines_of_body(
     consts = dict(zip(body.constvars, body.consts, strict=False))
     env |= {v: Origin(_text_of(x), _bits(x)) for v, x in consts.items()}
     handed = [*body.constvars, *body.invars]
-    env |= {
-        v: Origin(f"argument {i} of {body.name}", i, body)
-        for i, v in enumerate(handed)
-        if v not in env
-    }
+    own = {v: Origin(f"argument {i} of {body.name}", i, body) for i, v in enumerate(handed)}
+    env |= own | env
     lines = list(_lines(body.children, env, depth))
     reads = {name: _origin(v, env) for name, v in returned.items()}
     yield Line(text, body, reads, {})

@@ -96,9 +96,8 @@ class _Graph:
         """The line of a node that is drawn without its contents."""
         name = self._name()
         own = tree.defined_in(node)
-        read = (
-            v for x in tree.walk(node, into_bodies=False) for v in tree.variables(tree.reads(x))
-        )
+        inside = tree.walk(node, into_bodies=False)
+        read = (v for x in inside for v in tree.variables(tree.reads(x)))
         self._connect([v for v in read if v not in own], origins, name)
         origins |= {v: {name} for v in own}
         return f"  {name} [label={_quoted(label)}];"

@@ -210,10 +210,8 @@ def _longest_run(looks: Sequence[Any], start: int) -> tuple[int, int]:
     best = (1, 1)
     for period in range(1, min(_MAX_PERIOD, (len(looks) - start) // 2) + 1):
         number = 1
-        while (
-            looks[start : start + period]
-            == looks[start + number * period : start + (number + 1) * period]
-        ):
+        pattern = looks[start : start + period]
+        while looks[start + number * period : start + (number + 1) * period] == pattern:
             number += 1
         if number > 1 and period * number > best[0] * best[1]:
             best = (period, number)

@@ -51,9 +51,8 @@ class View:
         self._check_booleans(xpath)
         found = _WITH_ATTRIBUTE.fullmatch(xpath)
         try:
-            result = self.root.xpath(
-                f"/descendant::{found[1]}" if found else xpath, smart_strings=False
-            )
+            faster = f"/descendant::{found[1]}" if found else xpath
+            result = self.root.xpath(faster, smart_strings=False)
         except (self.etree.XPathError, ValueError) as e:
             raise ValueError(f"query: {xpath!r} is not an XPath expression: {e}") from None
         if not isinstance(result, list):
@@ -268,11 +267,8 @@ def _match(parts: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
         return not parts
     if patterns[0] == "**":
         return any(_match(parts[i:], patterns[1:]) for i in range(len(parts) + 1))
-    return (
-        bool(parts)
-        and fnmatch.fnmatchcase(parts[0], patterns[0])
-        and _match(parts[1:], patterns[1:])
-    )
+    fits = bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0])
+    return fits and _match(parts[1:], patterns[1:])
 
 
 def is_xpath(where: str) -> bool:
@@ -281,6 +277,7 @@ def is_xpath(where: str) -> bool:
 
 
 Where = Any
+_NODES = (ModuleCall, Equation, Body)
 
 
 def find(mox: Any, where: Where) -> list[Node]:
@@ -295,13 +292,11 @@ def find(mox: Any, where: Where) -> list[Node]:
       ValueError: if no node is found. The error names similar or existing nodes.
       TypeError: if `where` is something else.
     """
-    if isinstance(where, ModuleCall | Equation | Body):
+    if isinstance(where, _NODES):
         return [where]
     if isinstance(where, str):
         found = mox.query(where) if is_xpath(where) else mox[where]
-        if not isinstance(found, list) or not all(
-            isinstance(x, ModuleCall | Equation | Body) for x in found
-        ):
+        if not isinstance(found, list) or not all(isinstance(x, _NODES) for x in found):
             raise ValueError(f"where: {where!r} gives {found!r}, and not nodes")
     elif isinstance(where, Sequence):
         found = _in_order(mox.body, [x for part in where for x in find(mox, part)])
