@@ -286,10 +286,10 @@ def needed(nodes: Sequence[Node], wanted: set[Var], effects: bool = False) -> tu
                 continue
             if len(children) < len(node.children):
                 node = dataclasses.replace(node, children=children)
-        elif isinstance(node, Equation):
-            acts = effects and node.eqn.effects
-            if not acts and wanted.isdisjoint(node.outputs):
-                continue
+        elif isinstance(node, Body) or not (
+            wanted.intersection(node.outputs) or (effects and node.eqn.effects)
+        ):
+            continue
         wanted.update(variables(reads(node)))
         kept.append(node)
     return tuple(reversed(kept))
