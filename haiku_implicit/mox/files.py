@@ -23,8 +23,8 @@ from haiku_implicit.mox.format.values import of_type
 from haiku_implicit.mox.format.writing import Writer
 from haiku_implicit.mox.mox import Mox
 from haiku_implicit.mox.program import marks
-from haiku_implicit.mox.program.interface import is_array, slot_of
-from haiku_implicit.mox.program.program import Program, checked
+from haiku_implicit.mox.program.interface import ARGUMENTS, is_array, slot_of
+from haiku_implicit.mox.program.program import Program, checked, usual_key
 from haiku_implicit.mox.program.tree import body_of
 
 FORMAT, VERSION = "haiku_implicit.mox", 1
@@ -136,7 +136,7 @@ def _init_program(mox: Mox) -> Program:
     old, init = mox.interface, mox.init
     rng = old.rng
     if not rng.tree.num_arrays:
-        rng = slot_of(jax.eval_shape(lambda: jax.random.PRNGKey(0)))
+        rng = slot_of(usual_key())
     face = dataclasses.replace(old, leading=("rng",), params={}, state={}, rng=rng, new_state={})
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in face.invars]
     trees: list[Static] = []
@@ -148,7 +148,7 @@ def _init_program(mox: Mox) -> Program:
         return out
 
     body = body_of("init", jax.make_jaxpr(on_arrays)(*shapes))
-    face = face.with_variables(body.invars)
+    face = face.with_atoms(ARGUMENTS, body.invars)
     results = face.results._replace(tree=trees[-1], atoms=body.returns)
     return Program(body, dataclasses.replace(face, results=results), None)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,56 +19,42 @@ from haiku_implicit.mox.program.program import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Maker:
-    """Makes module expressions of a transformed function: see `make_mox`."""
+def _maker(transformed: Any, make: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that `make_mox` returns.
 
-    transformed: Any
-
-    def __call__(
-        self,
-        *args: Any,
-        params: Params = None,
-        state: State = None,
-        rng: Any = ANY_KEY,
-        **kwargs: Any,
-    ) -> Mox:
-        given = dict(params=params, state=state, rng=rng)
-        given = _with_shapes(self.transformed, args, kwargs, given)
-        program = program_of(self.transformed, args, kwargs, **given)
-        return Mox(program.body, program.interface, program.init, program.implicit)
-
-
-@dataclasses.dataclass(frozen=True)
-class _MultiMaker:
-    """Makes module expressions of the functions of a multi-transform: see `make_mox`.
-
-    Attributes:
-      transformed: the multi-transform.
-      apply: a tree of functions, which make one expression each.
+    Args:
+      transformed: a transformed function, or a multi-transform.
+      make: makes the expressions for arguments, keyword arguments, and `params`, `state` and `rng`.
     """
 
-    transformed: Any
-
-    @functools.cached_property
-    def apply(self) -> Tree:
-        has_state = isinstance(self.transformed, hk.MultiTransformedWithState)
-        kind: Any = hk.TransformedWithState if has_state else hk.Transformed
-        return jax.tree.map(
-            lambda apply: _Maker(kind(self.transformed.init, apply)), self.transformed.apply
-        )
-
-    def __call__(
-        self,
-        *args: Any,
-        params: Params = None,
-        state: State = None,
-        rng: Any = ANY_KEY,
-        **kwargs: Any,
+    def maker(
+        *args: Any, params: Params = None, state: State = None, rng: Any = ANY_KEY, **kwargs: Any
     ) -> Any:
         given = dict(params=params, state=state, rng=rng)
-        given = _with_shapes(self.transformed, args, kwargs, given)
-        return jax.tree.map(lambda make: make(*args, **given, **kwargs), self.apply)
+        return make(args, kwargs, **_with_shapes(transformed, args, kwargs, given))
+
+    return maker
+
+
+def _maker_of_one(transformed: Any) -> Callable[..., Mox]:
+    def make(args: Any, kwargs: Any, **given: Any) -> Mox:
+        program = program_of(transformed, args, kwargs, **given)
+        return Mox(program.body, program.interface, program.init, program.implicit)
+
+    return _maker(transformed, make)
+
+
+def _maker_of_several(transformed: Any) -> Callable[..., Tree]:
+    has_state = isinstance(transformed, hk.MultiTransformedWithState)
+    kind: Any = hk.TransformedWithState if has_state else hk.Transformed
+    makers = jax.tree.map(lambda fun: _maker_of_one(kind(transformed.init, fun)), transformed.apply)
+
+    def make(args: Any, kwargs: Any, **given: Any) -> Tree:
+        return jax.tree.map(lambda one: one(*args, **given, **kwargs), makers)
+
+    maker = _maker(transformed, make)
+    maker.apply = makers  # type: ignore[attr-defined]
+    return maker
 
 
 def _with_shapes(transformed: Any, args: Any, kwargs: Any, given: dict[str, Any]) -> Tree:
@@ -130,14 +114,14 @@ def make_mox(transformed: Any) -> Callable[..., Any]:
       [<encoder: Linear: f32[2,4] -> f32[2,2]>]
     """
     if isinstance(transformed, hk.MultiTransformed | hk.MultiTransformedWithState):
-        return _MultiMaker(transformed)
+        return _maker_of_several(transformed)
     if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):
         raise TypeError(
             "transformed: expected what hk.transform, hk.transform_with_state, hk.multi_transform or "
             f"transform_implicit returns, got {type(transformed).__name__}. A function is "
             "transformed first: make_mox(hk.transform(f))"
         )
-    return _Maker(transformed)
+    return _maker_of_one(transformed)
 
 
 def eval_mox(mox: Mox, *args: Any, **kwargs: Any) -> Tree:

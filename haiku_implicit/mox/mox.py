@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from haiku_implicit.files.replacing import write_text
-from haiku_implicit.mox.edits import edit, extract, parts
+from haiku_implicit.mox.edits import edit, parts
 from haiku_implicit.mox.edits.replacement import after, around, before, instead
-from haiku_implicit.mox.program.program import Program, checked
-from haiku_implicit.mox.program.run import Piece
+from haiku_implicit.mox.program.program import Piece, Program, checked
 from haiku_implicit.mox.program.sites import Site, sites_of
 from haiku_implicit.mox.program.tree import Atom, Node
 from haiku_implicit.mox.show import differences, dot, html, outline, view
@@ -104,14 +103,14 @@ class Mox(Program):
               linear_3: Linear  f32[2,8] -> f32[2,3]  27 parameters
           243 parameters (972 B), ... equations, 966 flop
         """
-        return outline.text(self._outline, outline.Sizes(self.interface), depth)
+        return outline.text(self._outline, depth)
 
     def __str__(self) -> str:
-        return outline.short_text(self._outline, outline.Sizes(self.interface))
+        return outline.short_text(self._outline)
 
     def __repr__(self) -> str:
-        own, sizes = self._outline, outline.Sizes(self.interface)
-        return f"<{type(self).__name__}: {own.shapes}: {outline.totals(own, sizes)}>"
+        own = self._outline
+        return f"<{type(self).__name__}: {own.shapes}: {outline.totals(own)}>"
 
     def to_html(
         self, path: str | os.PathLike[str] | None = None, values: Mapping[str, Any] | None = None
@@ -150,8 +149,7 @@ class Mox(Program):
                 "values: expected a dictionary of numbers by the path of a module or a parameter, got "
                 f"{type(values).__name__}"
             )
-        sizes = outline.Sizes(self.interface)
-        page = html.page(self._outline, sizes, values)
+        page = html.page(self._outline, values)
         if path is not None:
             write_text(path, page)
         return page
@@ -442,7 +440,7 @@ class Mox(Program):
           >>> bool(jnp.allclose(second.apply(params, None, x), x @ w[1]))
           True
         """
-        return cast(Mox, extract.extracted(self, self._one(where), layer))
+        return cast(Mox, parts.extracted(self, self._one(where), layer))
 
     def patch(self, where: view.Where, value: Any) -> Mox:
         """Replaces the results of nodes, in a new expression.

@@ -695,6 +695,23 @@ def test_named_tuples_and_classes_are_made_anew_or_given(tmp_path):
         eval_mox(unknown, *arguments)
 
 
+def test_results_that_are_no_tree_to_jax_stay_so(tmp_path):
+    class Unsorted(hk.Module):
+        def __call__(self, x):
+            return {1: x, "a": x * 2}
+
+    def fun(x):
+        out = Unsorted()(x)
+        return out[1] + out["a"]
+
+    mox, arguments = made(fun, X)
+    new = reloaded(mox, tmp_path)
+    assert_same(eval_mox(new, *arguments), eval_mox(mox, *arguments))
+    for each in (mox, new):
+        with pytest.raises(ValueError, match="returns something that is no tree to JAX"):
+            each.sub("unsorted", lambda x: x)
+
+
 def test_flags_and_defaults_are_kept(tmp_path):
     def fun(x, *more, training, scale=2.0, mode="same"):
         return x * scale if training else x + len(more)

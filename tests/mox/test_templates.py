@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from haiku_implicit.mox.format import equations, templates
+from haiku_implicit.mox.format import equations
 from tests.primitive_ops import TABLES, UNEXPORTED, primitive_named
 
 # Those that `primitive_ops.EXCEPTIONS` has, as functions of a key.
@@ -46,7 +46,7 @@ def equations_of(table, dtype):
 def savable(programs):
     found = {}
     for program in programs:
-        for eqn in templates.equations_of(program):
+        for eqn in equations.equations_of(program):
             if equations.primitives().get(eqn.primitive.name) is eqn.primitive:
                 found.setdefault(eqn.primitive.name, eqn)
     return found
@@ -108,8 +108,8 @@ def in_mesh():
 @pytest.mark.parametrize("setting", [jax.disable_jit, in_mesh], ids=lambda x: x.__name__)
 def test_what_is_set_around_does_not_matter(setting):
     eqns = savable([jax.make_jaxpr(lambda x: jnp.tanh(jax.jit(jnp.sin)(x)))(1.0)])
-    templates.equations.cache_clear()
+    equations.new_equations.cache_clear()
     with setting():
         check({name: eqns[name] for name in ("jit", "tanh")})
-    mesh = templates.template("jit")["ctx_mesh"]
+    mesh = equations.template("jit")["ctx_mesh"]
     assert mesh is None or mesh.empty

@@ -22,34 +22,11 @@ from jax.extend.core import primitives as jex
 
 from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.edits.higher import Changes
-from haiku_implicit.mox.program.interface import (
-    Interface,
-    Path,
-    Slot,
-    as_key,
-    by_path,
-    key_like,
-)
-from haiku_implicit.mox.program.program import ANY_KEY, Program, init_called, program_of
-from haiku_implicit.mox.program.run import Piece, run
-from haiku_implicit.mox.program.sites import Site, sites_of
-from haiku_implicit.mox.program.sources import depends, is_known
-from haiku_implicit.mox.program.tree import (
-    Atom,
-    Body,
-    ModuleCall,
-    Node,
-    body_of,
-    calls,
-    equations_in,
-    hidden,
-    needed,
-    returning_only,
-    shape_of,
-    uses,
-    variables,
-    walk,
-)
+from haiku_implicit.mox.program import interface, tree
+from haiku_implicit.mox.program.interface import Interface, Path, Slot, as_key, by_path, unread
+from haiku_implicit.mox.program.program import ANY_KEY, Piece, Program, init_called, program_of, run
+from haiku_implicit.mox.program.sites import Site, depends, is_known, sites_of
+from haiku_implicit.mox.program.tree import Atom, Body, ModuleCall, Node
 
 
 def replace(
@@ -101,14 +78,11 @@ def _ended_state(changes: Changes) -> set[Path]:
     replaced = [site for site in sites if isinstance(site.node, ModuleCall)]
     if not new_state or not replaced:
         return set()
-    gone = {id(x) for site in replaced for x in walk(site.node)}
-    left = {call.path for call in calls(mox.body) if id(call) not in gone}
+    gone = {id(x) for site in replaced for x in tree.walk(site.node)}
+    left = {call.path for call in tree.calls(mox.body) if id(call) not in gone}
     ended = {site.path for site in replaced if site.node.path not in left}
-    return {
-        path
-        for path in new_state
-        if path[0] not in left and any(f"{path[0]}/".startswith(f"{x}/") for x in ended)
-    }
+    uncalled = (path for path in new_state if path[0] not in left)
+    return {path for path in uncalled if any(tree.is_below(path[0], x) for x in ended)}
 
 
 class Graft(NamedTuple):
@@ -154,30 +128,25 @@ class Edit:
         """Traces a piece for the inputs of a site's top node."""
         node = site.top
         ignored = [v for path in self.ended for v in self.face.new_state[path].atoms]
-        wanted = hidden(self.mox.body, node, ignored)
+        wanted = tree.hidden(self.mox.body, node, ignored)
         used = [i for i, v in enumerate(piece.outputs) if v in wanted]
         own = self._traced(site, piece, used)
         face = own.interface
         shared = self._shared(node, face)
-        children = needed(own.body.children, set(variables(face.returns)), effects=True)
-        read = uses(children, face.returns)
+        children = tree.needed(own.body.children, set(tree.variables(face.returns)), effects=True)
+        read = tree.uses(children, face.returns)
         if not self.key and read[face.rng.atoms[0]]:
             raise ValueError(
                 f"{node!r}: the replacement draws random numbers, and the model has no key"
             )
         pairs = [*zip(face.args.atoms, piece.inputs, strict=True), *shared]
         given = [x for x in (*pairs, *zip(face.rng.atoms, self.key, strict=False)) if read[x[0]]]
-        rest = needed(node.children, wanted.difference(piece.outputs))
+        rest = tree.needed(node.children, wanted.difference(piece.outputs))
         if rest and isinstance(node, ModuleCall):
             given += node.given
         results = face.results.atoms
-        new = ModuleCall(
-            call=None,
-            children=(*rest, *children),
-            returns=results[: len(used)],
-            outputs=tuple(piece.outputs[i] for i in used),
-            given=tuple(given),
-        )
+        returns, outputs = results[: len(used)], tuple(piece.outputs[i] for i in used)
+        new = ModuleCall(None, tuple(given), (*rest, *children), returns, outputs)
         # The values of new parameters depend only on their names, not on the order of changes.
         names = sorted(map("/".join, (*face.params, *face.state)))
         salt = zlib.crc32(repr(names).encode())
@@ -194,8 +163,8 @@ class Edit:
             out, state, taps = piece.apply(params, state, key, *arrays)
             return [out[i] for i in used] + jax.tree.leaves(taps), state
 
-        rng = shape_of(self.key[0]) if self.key else ANY_KEY
-        inputs = [shape_of(x) for x in piece.inputs]
+        rng = tree.shape_of(self.key[0]) if self.key else ANY_KEY
+        inputs = [tree.shape_of(x) for x in piece.inputs]
         # An equation that is traced again may have lost the need for values that a loop carries.
         prune = id(site.top) not in self.changes.pieces
         program = hk.TransformedWithState(piece.init, apply)
@@ -210,19 +179,15 @@ class Edit:
         """
         if not any(self.mox.body.uses[v] for v in self.face.rng.atoms):
             return set()
-        found = (
-            x.invars for x in equations_in(self.mox.body) if x.primitive is jex.random_fold_in_p
-        )
+        eqns = tree.equations_in(self.mox.body)
+        found = (x.invars for x in eqns if x.primitive is jex.random_fold_in_p)
         return {int(number.val) for _, number in found if isinstance(number, Literal)}
 
     def _shared(self, node: Node, face: Interface) -> list[tuple[Any, Any]]:
         """Adds the entries of a function. Pairs its variables with earlier ones if shared."""
         params, state, new_state = self.added.values()
         given: list[tuple[Any, Any]] = []
-        for slots, first, last in (
-            (face.params, params, params),
-            (face.state, state, new_state),
-        ):
+        for slots, first, last in ((face.params, params, params), (face.state, state, new_state)):
             for path, slot in slots.items():
                 if first.setdefault(path, slot) is slot:
                     continue
@@ -242,25 +207,22 @@ class Edit:
         unchanged, body = self._unchanged(), mox.body
         face = self._joined(unchanged)
         read = body.uses.copy()
-        read.subtract(uses((graft.top for graft in grafts), body.returns))
-        read.update(uses((graft.node for graft in grafts), face.returns))
+        read.subtract(tree.uses((graft.top for graft in grafts), body.returns))
+        read.update(tree.uses((graft.node for graft in grafts), face.returns))
         before = collections.Counter[Var]() if keep_unused else body.uses
         ended = {v for path in unchanged for v in face.state[path].atoms if not keep_unused}
         children = _exchanged(body.children, self.grafts, before, read, ended)
         if not keep_unused:
             face = _without_unused(face, before, read, unchanged)
-        bodies = [body, *(graft.mox.body for graft in grafts)]
-        constvars = tuple(v for x in bodies for v in x.constvars)
-        consts = tuple(c for x in bodies for c in x.consts)
-        whole = dataclasses.replace(body, constvars=constvars, consts=consts)
+        whole = tree.with_constants(body, (graft.mox.body for graft in grafts))
         new = dataclasses.replace(mox, body=whole).with_nodes(children, face, None)
         vars(new.body)["uses"] = read  # the value of the cached property
-        init = mox.init and _Init(mox, new.body, face, list(grafts))
-        return dataclasses.replace(new, init=init)
+        return dataclasses.replace(new, init=mox.init and _init_of(mox, new, list(grafts)))
 
     def _unchanged(self) -> set[Path]:
         """The state that was changed only by replaced nodes."""
-        nodes = (x for graft in self.grafts.values() for x in walk(graft.node, into_bodies=False))
+        new_nodes = (graft.node for graft in self.grafts.values())
+        nodes = (x for node in new_nodes for x in tree.walk(node, into_bodies=False))
         defined = {v for x in nodes for v in x.outputs}
         state, new = self.face.state, self.face.new_state
         return {p for p in self.ended if p in state and defined.isdisjoint(new[p].atoms)}
@@ -317,8 +279,8 @@ def _exchanged(
         elif isinstance(node, ModuleCall):
             pairs = list(zip(node.outputs, node.returns, strict=True))
             kept = {v for v, x in pairs if read[v] or not (before[v] or is_known(x, ended))}
-            read.subtract(variables(x for v, x in pairs if v not in kept))
-            node = returning_only(node, kept)
+            read.subtract(tree.variables(x for v, x in pairs if v not in kept))
+            node = tree.returning_only(node, kept)
             children = _exchanged(node.children, grafts, before, read, ended)
             if any(map(operator.is_not, children, node.children)):
                 node = dataclasses.replace(node, children=children)
@@ -333,11 +295,7 @@ def _without_unused(
     unchanged: Collection[Path],
 ) -> Interface:
     """Drops the parameters that only replaced nodes read, and the state that only they changed."""
-    params = [
-        path
-        for path, slot in face.params.items()
-        if any(before[v] for v in slot.atoms) and not any(read[v] for v in slot.atoms)
-    ]
+    params = unread(face.params, read) - unread(face.params, before)
     # Unchanged state is returned, which is one use.
     state = [path for path in unchanged if all(read[v] == 1 for v in face.state[path].atoms)]
     read.subtract(v for path in state for v in face.state[path].atoms)
@@ -347,46 +305,42 @@ def _without_unused(
 # --- init -----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Init:
+def _init_of(old: Program, new: Program, grafts: Sequence[Graft]) -> Callable[..., Tree]:
     """The `init` of a model with grafts: calls the old model's `init` and the grafts'.
 
-    Attributes:
+    Args:
       old: the model without the grafts.
-      body: the tree with the grafts.
-      face: the arguments and results of this tree.
+      new: the model with the grafts, without `init`.
       grafts: the grafts, in the order in which they run.
     """
 
-    old: Program
-    body: Body
-    face: Interface
-    grafts: Sequence[Graft]
-
-    def __call__(self, rng: Key | None, *args: Any, **kwargs: Any) -> Any:
+    def init(rng: Key | None, *args: Any, **kwargs: Any) -> Tree:
         with init_called("init of the changed model called that of the model before", _WAY_OUT):
-            made = self.old.initial(rng, *args, **kwargs)
+            made = old.initial(rng, *args, **kwargs)
         entries = dict(zip(("params", "state"), made, strict=True))
-        for graft in self.grafts:
+        for graft in grafts:
             key = None if rng is None else jax.random.fold_in(as_key(rng), graft.salt)
-            new = _initial(graft, key)
-            if new is None:
-                given = self._arguments(entries, rng, args, kwargs)
-                values = run(_only(self.body, graft.inputs), self.body.consts, given)
-                new = graft.mox.initial(key, *values)
-            for kind, x in zip(entries, new, strict=True):
+            own = _initial(graft, key)
+            if own is None:
+                given = _arguments(new.interface, entries, rng, args, kwargs)
+                inputs = run(_only(new.body, graft.inputs), new.body.consts, given)
+                own = graft.mox.initial(key, *inputs)
+            for kind, x in zip(entries, own, strict=True):
                 entries[kind] = {**x, **entries[kind]}
-        return self.face.of_init(*entries.values())
+        return new.interface.of_init(*entries.values())
 
-    def _arguments(self, entries: Any, rng: Any, args: Any, kwargs: Any) -> list[Array]:
-        """The arguments of the model's program: None for entries not yet made."""
-        face, arrays = self.face, list[Any]()
-        for kind in ("params", "state"):
-            for path, slot in getattr(face, kind).items():
-                arrays += jax.tree.leaves(entries[kind].get(path)) or [None] * len(slot.atoms)
-        if face.rng.atoms:
-            arrays.append(key_like(rng, face.rng.atoms, lambda: True))
-        return arrays + face.arrays_of_arguments(args, kwargs)
+    return init
+
+
+def _arguments(face: Interface, entries: Any, rng: Any, args: Any, kwargs: Any) -> list[Array]:
+    """The arguments of a program: None for entries not yet made."""
+    arrays: list[Any] = []
+    for kind in ("params", "state"):
+        for path, slot in face.slots(kind).items():
+            arrays += jax.tree.leaves(entries[kind].get(path)) or [None] * len(slot.atoms)
+    if face.rng.atoms:
+        arrays.append(interface.key_like(rng, face.rng.atoms, lambda: True))
+    return arrays + face.args.arrays_of(interface.named_arguments(face.signature, args, kwargs))
 
 
 _WAY_OUT = "Call it with the arguments that this one takes (is_training=True, say)"
@@ -398,9 +352,9 @@ def _initial(graft: Graft, key: Key | None) -> Any:
     if not face.params and not face.state:
         return {}, {}
     init: Any = graft.mox.init
-    avals = list(map(shape_of, graft.inputs))
+    avals = list(map(tree.shape_of, graft.inputs))
     closed, shapes = jax.make_jaxpr(init, return_shape=True)(key, *avals)
-    body = body_of("init", closed)
+    body = tree.body_of("init", closed)
     num_keys = len(body.invars) - len(avals)
     if any(depends(body, [False] * num_keys + [True] * len(avals))):
         return None
@@ -411,5 +365,5 @@ def _initial(graft: Graft, key: Key | None) -> Any:
 
 def _only(body: Body, returns: Sequence[Any]) -> Body:
     """A program that computes some of its variables."""
-    children = needed(body.children, set(variables(returns)))
+    children = tree.needed(body.children, set(tree.variables(returns)))
     return dataclasses.replace(body, children=children, returns=tuple(returns))

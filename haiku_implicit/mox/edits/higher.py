@@ -8,7 +8,8 @@ made from the pieces of the nodes in its bodies.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +20,8 @@ from jax.extend.core import primitives as jex
 from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.program.interface import by_path, by_variable, nested
-from haiku_implicit.mox.program.program import Program
-from haiku_implicit.mox.program.run import Piece, run
-from haiku_implicit.mox.program.sites import Site
-from haiku_implicit.mox.program.sources import arguments_of, is_known
+from haiku_implicit.mox.program.program import Piece, Program, run
+from haiku_implicit.mox.program.sites import Site, given_to, is_known
 from haiku_implicit.mox.program.tree import Body, Equation, steps, variables, walk
 
 
@@ -74,14 +73,17 @@ def piece_of_equation(node: Any, changes: Changes, known: set[Var]) -> Piece:
             f"nothing can be replaced in the body of {node!r}"
             + _REASONS.get(node.primitive, f": there is no rule for {node.primitive.name}")
         )
-    flags = [is_known(atom, known) for atom in node.inputs]
-
-    def of_body(body: Body, operands: Sequence[bool]) -> Piece:
-        own = {v for v, flag in zip(body.invars, operands, strict=True) if flag}
-        return _piece_of_body(body, changes, own)
-
-    init, apply = make(node, of_body, flags)
+    pieces = {
+        body.name: _piece_of_body(body, changes, _known_arguments(node, body, known))
+        for body in node.bodies
+    }
+    init, apply = make(node, pieces, known)
     return Piece(tuple(node.inputs), tuple(node.outputs), init, apply)
+
+
+def _known_arguments(node: Equation, body: Body, known: Container[Any]) -> set[Var]:
+    """The arguments of a body of an equation that are set to known variables."""
+    return {v for v, x in given_to(node, body) if is_known(x, known)}
 
 
 def from_parameters(body: Body, known: set[Var]) -> set[Var]:
@@ -144,38 +146,37 @@ def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
 
 def _keys(pieces: Mapping[int, Piece], rng: Key | None) -> dict[int, Any]:
     """The random keys of pieces, by the `id` of the piece."""
-    return {
-        id(piece): None if rng is None else jax.random.fold_in(rng, i)
-        for i, piece in enumerate(pieces.values())
-    }
+    if rng is None:
+        return dict.fromkeys(map(id, pieces.values()))
+    return {id(piece): jax.random.fold_in(rng, i) for i, piece in enumerate(pieces.values())}
 
 
 # --- the equations ---------------------------------------------------------------------------------
 
-OfBody = Callable[[Body, Sequence[bool]], Piece]
+# The pieces of an equation's bodies, by the name of the body.
+Pieces = Mapping[str, Piece]
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-def _call(node: Equation, of_body: OfBody, known: Sequence[bool]) -> Functions:
+def _call(node: Equation, pieces: Pieces, known: set[Var]) -> Functions:
     """The functions of `jit` and other calls: they inline the equations of the body."""
-    (body,) = node.bodies
-    piece = of_body(body, known)
+    (piece,) = pieces.values()
     return piece.init, piece.apply
 
 
-def _remat(node: Equation, of_body: OfBody, known: Sequence[bool]) -> Functions:
+def _remat(node: Equation, pieces: Pieces, known: set[Var]) -> Functions:
     """The functions of `jax.checkpoint`."""
-    init, apply = _call(node, of_body, known)
+    init, apply = _call(node, pieces, known)
     params = node.eqn.params
     options = dict(policy=params["policy"], prevent_cse=params["prevent_cse"])
     return init, jax.checkpoint(apply, **options)
 
 
-def _cond(node: Equation, of_body: OfBody, known: Sequence[bool]) -> Functions:
+def _cond(node: Equation, pieces: Pieces, known: set[Var]) -> Functions:
     """The functions of `jax.lax.switch` and `cond`: each branch has the state of all branches."""
     if node.eqn.params.get("branches_platforms"):
         raise ValueError(f"nothing can be replaced in {node!r}, whose branches are for platforms")
-    branches = [of_body(body, known[1:]) for body in node.bodies]
+    branches = list(pieces.values())
 
     def init(rng: Key | None, index: Any, *arrays: Array) -> Tree:
         made = [branch.init(rng, *arrays) for branch in branches]
@@ -195,7 +196,7 @@ def _cond(node: Equation, of_body: OfBody, known: Sequence[bool]) -> Functions:
     return init, apply
 
 
-def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
+def _while(node: Any, pieces: Pieces, known: set[Var]) -> Functions:
     """The functions of `jax.lax.while_loop`: state and the random key are carried.
 
     Under a `vmap` of the condition, the loop continues while any element does, and the carry of the
@@ -203,16 +204,11 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
     """
     params = node.eqn.params
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    bodies = {body.name: body for body in node.bodies}
-    carried = known[num_cond + num_body :]
-    cond = of_body(bodies["cond_jaxpr"], [*known[:num_cond], *carried])
-    step = of_body(bodies["body_jaxpr"], [*known[num_cond:][:num_body], *carried])
-
-    def split(arrays: Sequence[Array]) -> Any:
-        return arrays[:num_cond], arrays[num_cond:][:num_body], arrays[num_cond + num_body :]
+    cond, step = pieces["cond_jaxpr"], pieces["body_jaxpr"]
+    ((flag,),) = (body.returns for body in node.bodies if body.name == "cond_jaxpr")
 
     def init(rng: Key | None, *arrays: Array) -> Tree:
-        cond_consts, body_consts, carry = split(arrays)
+        cond_consts, body_consts, carry = _cut(arrays, num_cond, num_body)
         first, second = cond.init(rng, *cond_consts, *carry), step.init(rng, *body_consts, *carry)
         if by_path(first[1]):
             raise ValueError(
@@ -221,7 +217,7 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
         return nested(by_path(first[0]) | by_path(second[0])), second[1]
 
     def apply(params: Params, state: State, rng: Any, *arrays: Array) -> Tree:
-        cond_consts, body_consts, carry = split(arrays)
+        cond_consts, body_consts, carry = _cut(arrays, num_cond, num_body)
 
         def flags_of(carry: Array) -> Array:
             made = cond.apply(params, {}, rng, *cond_consts, *carry)
@@ -236,7 +232,7 @@ def _while(node: Any, of_body: OfBody, known: Sequence[bool]) -> Functions:
             key, own = (None, None) if key is None else jax.random.split(key)
             made = step.apply(params, state, own, *body_consts, *carry)
             new, state = _without_taps(node, made)
-            if bodies["cond_jaxpr"].returns[0].aval.shape:
+            if flag.aval.shape:
                 flags = flags_of(carry)
                 new = [_chosen(flags, x, y) for x, y in zip(new, carry, strict=True)]
             return new, state, key
@@ -253,34 +249,27 @@ def _chosen(flags: Any, x: Any, y: Any) -> Array:
     return jax.lax.select(flags, x, y)
 
 
-def _scan(node: Equation, of_body: OfBody, known: Sequence[bool]) -> Functions:
+def _scan(node: Equation, pieces: Pieces, known: set[Var]) -> Functions:
     """The functions of `jax.lax.scan`: parameters and state per layer of a stack; other steps share."""
     params = node.eqn.params
     num_consts, num_carry = compat.scan_arity(params, list(node.inputs))
-    (body,) = node.bodies
-    step = of_body(body, known)
+    (body,), (step,) = node.bodies, pieces.values()
     length = params["length"]
-    stacked = _is_stack(body, known, num_consts + num_carry, length)
+    own = _known_arguments(node, body, known)
+    stacked = _is_stack(body, own, num_consts + num_carry, length)
     options = {name: params[name] for name in ("reverse", "unroll") if name in params}
-
-    def split(arrays: Sequence[Array]) -> Any:
-        return (
-            arrays[:num_consts],
-            list(arrays[num_consts:][:num_carry]),
-            list(arrays[num_consts + num_carry :]),
-        )
 
     def keys(rng: Key | None) -> Array:
         return None if rng is None else jax.random.split(rng, length)
 
     def init(rng: Key | None, *arrays: Array) -> Tree:
-        consts, carry, xs = split(arrays)
+        consts, carry, xs = _cut(arrays, num_consts, num_carry)
         if not stacked:
             return step.init(rng, *consts, *carry, *(x[0] for x in xs))
         return jax.vmap(lambda key, xs: step.init(key, *consts, *carry, *xs))(keys(rng), xs)
 
     def apply(params: Params, state: State, rng: Key | None, *arrays: Array) -> Tree:
-        consts, carry, xs = split(arrays)
+        consts, carry, xs = _cut(arrays, num_consts, num_carry)
         per_layer = (params, state) if stacked else ({}, {})
 
         def one(carried: Array, slices: Array) -> Tree:
@@ -292,24 +281,27 @@ def _scan(node: Equation, of_body: OfBody, known: Sequence[bool]) -> Functions:
 
         first = carry, {} if stacked else state
         slices = xs, keys(rng), per_layer
-        (carry, shared), (ys, new, taps) = jax.lax.scan(
-            one, first, slices, length=length, **options
-        )
+        (carry, shared), (ys, new, taps) = jax.lax.scan(one, first, slices, length, **options)
         return [*carry, *ys], (new if stacked else shared), taps
 
     return init, apply
 
 
-def _is_stack(body: Body, known: Sequence[bool], num_unscanned: int, length: int) -> bool:
+def _cut(arrays: Sequence[Array], *sizes: int) -> list[list[Array]]:
+    """Arrays in parts of these sizes, and the rest."""
+    rest = iter(arrays)
+    return [*(list(itertools.islice(rest, size)) for size in sizes), list(rest)]
+
+
+def _is_stack(body: Body, params: set[Var], num_unscanned: int, length: int) -> bool:
     """Whether a scan runs over a stack of layers, that is, over slices of parameters.
 
     It either scans over parameters, or over numbers by which each step takes its slice of a parameter
     (AlphaFold's stacks).
     """
     scanned: Any = body.invars[num_unscanned:]
-    params = {v for v, flag in zip(body.invars, known, strict=True) if flag}
     numbers = {v for v in scanned if not v.aval.shape and jnp.issubdtype(v.aval.dtype, jnp.integer)}
-    return any(known[num_unscanned:]) or _takes_slices(body, params, numbers, length)
+    return not params.isdisjoint(scanned) or _takes_slices(body, params, numbers, length)
 
 
 def _takes_slices(body: Body, params: set[Var], numbers: set[Var], length: int) -> bool:
@@ -332,10 +324,8 @@ def _takes_slices(body: Body, params: set[Var], numbers: set[Var], length: int) 
             if any(is_known(i, numbers) and size == (length, 1) for i, size in axes):
                 return True
         for inner in node.bodies:
-            pairs = list(zip(inner.invars, arguments_of(node, inner), strict=True))
-            own_params = {v for v, x in pairs if is_known(x, params)}
-            own_numbers = {v for v, x in pairs if is_known(x, numbers)}
-            if _takes_slices(inner, own_params, own_numbers, length):
+            own = [_known_arguments(node, inner, known) for known in (params, numbers)]
+            if _takes_slices(inner, own[0], own[1], length):
                 return True
     return False
 
@@ -353,7 +343,7 @@ def _without_taps(node: Equation, made: Any) -> Tree:
     return out, state
 
 
-_MAKERS: dict[Any, Callable[[Any, OfBody, Sequence[bool]], Functions]] = {
+_MAKERS: dict[Any, Callable[[Any, Pieces, set[Var]], Functions]] = {
     jex.jit_p: _call,
     jex.closed_call_p: _call,
     jex.call_p: _call,

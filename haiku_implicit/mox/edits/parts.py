@@ -1,48 +1,46 @@
-"""Values within a model, a model up to a node, and shared or renamed modules."""
+"""Parts of a model: values in it, the model up to a node, one module; shared and renamed modules."""
 
 import collections
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Literal, Var
+from jax.extend.core import primitives as jex
 
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.mox.edits.edit import Edit
 from haiku_implicit.mox.edits.higher import Changes
-from haiku_implicit.mox.edits.replacement import structures_of
-from haiku_implicit.mox.program import marks
-from haiku_implicit.mox.program.interface import Interface, Path, Slot, by_variable
+from haiku_implicit.mox.edits.replacement import Original, structures_of
+from haiku_implicit.mox.program import interface, marks, tree
+from haiku_implicit.mox.program.interface import (
+    ANY_ARGUMENTS,
+    ENTRIES,
+    Interface,
+    Path,
+    Slot,
+    unread,
+)
 from haiku_implicit.mox.program.paths import with_new_paths
 from haiku_implicit.mox.program.program import Program
-from haiku_implicit.mox.program.sites import Site, sites_of
-from haiku_implicit.mox.program.sources import read_by
-from haiku_implicit.mox.program.tree import (
-    Atom,
-    Body,
-    Node,
-    defined_in,
-    hidden_outputs,
-    needed,
-    setting,
-    steps,
-    uses,
-    variables,
-)
+from haiku_implicit.mox.program.sites import Place, Site, arity_of, given_to, read_by, sites_of
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
 
 
 def read_of(mox: Program, slots: Mapping[Path, Slot], nodes: Sequence[Node]) -> list[str]:
     """The parameters or state that nodes read, each as `module/name`, in the model's order."""
     found = set()
-    for site in sites_of(mox.body, nodes, inner=True, params=by_variable(slots)):
+    for site in sites_of(mox.body, nodes, inner=True, params=interface.by_variable(slots)):
         found |= set(read_by(site.node, site.place.known))
     return ["/".join(path) for path in slots if path in found]
 
 
 def states_of(mox: Program, nodes: Sequence[Node]) -> list[str]:
     """The state that nodes read or, at the top of the model, write."""
-    defined = set().union(*map(defined_in, nodes))
+    defined = set().union(*map(tree.defined_in, nodes))
     new_state = mox.interface.new_state.items()
     written = {"/".join(path) for path, slot in new_state if defined.intersection(slot.atoms)}
     return sorted(written.union(read_of(mox, mox.interface.state, nodes)))
@@ -51,7 +49,7 @@ def states_of(mox: Program, nodes: Sequence[Node]) -> list[str]:
 def hidden_outputs_of(mox: Program, node: Node) -> tuple[Var, ...]:
     """The variables that a node defines and does not return, but that nodes outside of it read."""
     (site,) = sites_of(mox.body, [node])
-    return hidden_outputs(site.place.body, node)
+    return tree.hidden_outputs(site.place.body, node)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -70,15 +68,12 @@ def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot
             taps[id(site.place.body)][name] = site.node.outputs
     edit = Edit(Changes(mox, looped, {}, taps))
     rest = {key: iter(graft.taps) for key, graft in edit.grafts.items()}
-    values = {
-        name: [next(rest[id(site.top)]) for _ in site.node.outputs]
-        if site.place.around
-        else site.node.outputs
-        for name, site in sorted(names.items())
-    }
-    slots = {
-        name: Slot(structures_of(site.node)[1], tuple(values[name])) for name, site in names.items()
-    }
+    slots = {}
+    for name, site in sorted(names.items()):
+        atoms = site.node.outputs
+        if site.place.around:
+            atoms = tuple(next(rest[id(site.top)]) for _ in atoms)
+        slots[name] = Slot(structures_of(site.node)[1], atoms)
     return edit.program(), slots
 
 
@@ -103,20 +98,24 @@ def with_taps(mox: Program, nodes: Sequence[Node]) -> Program:
     return new.with_nodes(new.body.children, face, new.init)
 
 
-def joined(tree: Tree) -> Slot:
-    """Joins a tree of slots into one slot."""
-
-    def filled(slot: Slot) -> Any:
-        return slot.tree.merge([Variable(v) for v in slot.atoms])
-
-    whole = jax.tree.map(filled, tree, is_leaf=lambda x: isinstance(x, Slot))
-    structure, variables = marks.split(whole, lambda x: isinstance(x, Variable))
-    return Slot(structure, tuple(x.atom for x in variables))
-
-
 @dataclasses.dataclass(frozen=True)
-class Variable:
+class _Variable:
     atom: Atom
+
+
+def joined(slots: Tree) -> Slot:
+    """Joins a tree of slots into one slot."""
+    return _slot_of(jax.tree.map(_filled, slots, is_leaf=lambda x: isinstance(x, Slot)))
+
+
+def _filled(slot: Slot) -> Tree:
+    """The tree of a slot, with its variables as leaves of their own type."""
+    return slot.tree.merge(map(_Variable, slot.atoms))
+
+
+def _slot_of(filled: Tree) -> Slot:
+    structure, variables = marks.split(filled, lambda x: isinstance(x, _Variable))
+    return Slot(structure, tuple(x.atom for x in variables))
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ def truncated(mox: Program, node: Node) -> Program:
 def _defined_before(body: Body, wanted: set[Any]) -> set[Var]:
     """The variables that are defined by the time that these have been computed."""
     defined: set[Any] = {*body.invars, *body.constvars}
-    for step in steps(body.children):
+    for step in tree.steps(body.children):
         if defined.issuperset(x for x in wanted if not isinstance(x, Literal)):
             break
         defined.update(step.outputs)
@@ -144,16 +143,174 @@ def _defined_before(body: Body, wanted: set[Any]) -> set[Var]:
 
 def pruned(mox: Program, face: Interface, children: Sequence[Node]) -> Program:
     """The expression with other results, without the nodes and parameters that they don't need."""
-    children = needed(children, set(variables(face.returns)))
-    read = uses(children, face.results.atoms)
-    params = [path for path, x in face.params.items() if not any(read[v] for v in x.atoms)]
-    state = [
-        path
-        for path, x in face.state.items()
-        if not any(read[v] for v in x.atoms) and face.new_state.get(path, x).atoms == x.atoms
-    ]
+    children = tree.needed(children, set(tree.variables(face.returns)))
+    read = tree.uses(children, face.results.atoms)
+    old, new = face.state, face.new_state
+    unchanged = {path for path, x in old.items() if new.get(path, x).atoms == x.atoms}
+    params, state = unread(face.params, read), unread(old, read) & unchanged
     face = face.without(params, state)
     return mox.with_nodes(children, face, mox.with_init_of(face.of_init))
+
+
+# --- one module -----------------------------------------------------------------------------------
+
+
+def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None) -> Program:
+    """Extracts one call of a module as a separate expression, a function of the call's arguments.
+
+    Args:
+      mox: the expression of the model.
+      node: the call.
+      layer: the layer of the stack around the call; for nested stacks, one layer for each.
+    """
+    if not isinstance(node, ModuleCall) or node.call is None:
+        raise ValueError(f"where: expected the call of a module, got {node!r}")
+    (site,) = sites_of(mox.body, [node])
+    body, nodes, unknown = _scope_of(mox.body, site, layer)
+    original, face = Original(site.place.body, node), mox.interface
+    # As single steps: a whole call would need all of its arguments, even for one of its results.
+    single = [node or tree.setting((v[0], x[0])) for v, x, node in tree.steps(nodes)]
+    children = tree.needed(single, set(original.captured))
+    read = tree.uses(children, original.captured)
+    for v, reason in [*((v, _ARGUMENTS) for v in face.args.atoms), *unknown.items()]:
+        if read[v]:
+            raise ValueError(f"{node!r} can't be extracted: {reason}")
+    own = _interface(face, node, original, read)
+    whole = dataclasses.replace(mox, body=body)
+    part = pruned(whole, own, (*children, original.call))
+    return dataclasses.replace(part, init=_init_on_zeros(mox, part.interface))
+
+
+def _interface(
+    face: Interface, node: ModuleCall, original: Original, read: Mapping[Var, int]
+) -> Interface:
+    """The arguments and results of a call, with the parameters and state of the whole model.
+
+    Args:
+      face: the arguments and results of the model.
+      node: the call.
+      original: the call, as a function.
+      read: how often each variable of the model is read for the call.
+    """
+    structure, results = structures_of(node)
+    args, kwargs = _filled(Slot(structure, original.arguments))
+    changed = {*original.hidden, *node.outputs}
+    uses_state = any(changed.intersection(slot.atoms) for slot in face.new_state.values()) or any(
+        read[v] for slot in face.state.values() for v in slot.atoms
+    )
+    return dataclasses.replace(
+        face,
+        leading=tuple(name for name in face.leading if name != "state" or uses_state),
+        signature=ANY_ARGUMENTS,
+        args=_slot_of(dict(args=args, kwargs=kwargs)),
+        results=Slot(results, tuple(node.outputs)),
+        new_state=face.state_after(changed) if uses_state else {},
+        state=face.state if uses_state else {},
+    )
+
+
+# --- the scope of a call -----------------------------------------------------------------------------
+
+_ARGUMENTS = "beside its arguments it reads what is computed from the model's arguments"
+_CARRIED = "beside its arguments it reads what a loop around it computes from step to step"
+
+
+def _scope_of(
+    root: Body, site: Site, layer: int | Sequence[int] | None
+) -> tuple[Body, list[Node], dict[Var, str]]:
+    """The nodes in reach of a call, in a given layer of each stack around it.
+
+    Returns:
+      The whole program, with the constants of all bodies around the call; the nodes of these bodies;
+      and variables without a value outside the loops around the call, each with the reason.
+    """
+    layers = iter(_checked_layers(site, layer))
+    children, unknown = [*root.children], {}
+    for place in _inwards(site.place):
+        equation = place.around[-1]
+        number = next(layers) if equation.primitive is jex.scan_p else None
+        for v, outer in _arguments(equation, place.body, number):
+            if isinstance(outer, str):
+                unknown[v] = outer
+            else:
+                children.append(outer)
+        children += place.body.children
+    whole = tree.with_constants(root, (place.body for place in _inwards(site.place)))
+    return whole, children, unknown
+
+
+def _inwards(place: Place) -> list[Place]:
+    """The places from the outermost equation around a place to the place itself."""
+    return [*_inwards(place.outer), place] if place.outer else []
+
+
+def _checked_layers(site: Site, layer: int | Sequence[int] | None) -> Sequence[int | None]:
+    """The layer of each stack around a call; None for each if no layer is given."""
+    lengths = [x.eqn.params["length"] for x in site.place.around if x.primitive is jex.scan_p]
+    if layer is None:
+        return [None] * len(lengths)
+    given = list(layer) if isinstance(layer, Sequence) else [layer]
+    pairs = zip(given, lengths, strict=False)
+    if len(given) != len(lengths) or not all(0 <= i < n for i, n in pairs):
+        raise ValueError(f"layer: {site.node!r} is {_described(lengths)}, got {layer!r}")
+    return given
+
+
+def _described(lengths: Sequence[int]) -> str:
+    """Describes the stacks around a call, and the expected layer numbers, for an error message."""
+    if not lengths:
+        return "not in a stack: expected None"
+    if len(lengths) == 1:
+        return f"in a stack of {lengths[0]} layers: expected a number from 0 to {lengths[0] - 1}"
+    counts = " and ".join(map(str, lengths))
+    return (
+        f"in stacks of {counts} layers, the outermost first: expected a number from 0 on for each"
+    )
+
+
+def _arguments(
+    equation: Equation, body: Body, layer: int | None
+) -> Iterator[tuple[Var, ModuleCall | str]]:
+    """The variables of a body, each with a node that sets it, or with the reason if none can."""
+    constants, num_carry = arity_of(equation, body)
+    for i, (v, outer) in enumerate(given_to(equation, body)):
+        if i < constants:
+            yield v, tree.setting((v, outer))
+        elif i < constants + num_carry:
+            yield v, _CARRIED
+        elif layer is None:
+            length = equation.eqn.params["length"]
+            reason = (
+                f"it is in a stack of {length} layers. Say which one is meant, from 0 on: layer="
+            )
+            yield v, reason
+        else:
+            yield v, _element(v, outer, layer)
+
+
+def _element(v: Var, stacked: Atom, index: int) -> ModuleCall:
+    """A node that sets a variable to an element of an array."""
+    closed = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, index, keepdims=False))(
+        tree.shape_of(stacked)
+    )
+    body = tree.body_of("", closed)
+    return ModuleCall(None, ((body.invars[0], stacked),), body.children, body.returns, (v,))
+
+
+# --- the module's parameters -------------------------------------------------------------------------
+
+
+def _init_on_zeros(mox: Program, face: Interface) -> Callable[..., Any] | None:
+    """The `init` of an extracted module: calls the model's `init` on zeros."""
+
+    def init(rng: Any, *args: Any, **kwargs: Any) -> Tree:
+        slot = mox.interface.args
+        zeros = [np.zeros(v.aval.shape, v.aval.dtype) for v in slot.atoms]
+        named = collections.OrderedDict(slot.tree.merge(zeros))
+        given = inspect.BoundArguments(mox.interface.signature, named)
+        return face.of_init(*mox.initial(rng, *given.args, **given.kwargs))
+
+    return mox.init and init
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -180,14 +337,11 @@ def shared(mox: Program, taking: Mapping[str, str]) -> Program:
                     f"{'/'.join(source)!r}: give each module one other"
                 )
     last = {path: _last_source(path, sources) for path in sources}
-    given = [
-        pair
-        for path, source in last.items()
-        for pair in zip(old[path].atoms, old[source].atoms, strict=True)
-    ]
+    pairs = ((old[path].atoms, old[source].atoms) for path, source in last.items())
+    given = [pair for atoms in pairs for pair in zip(*atoms, strict=True)]
     params = {path: slot for path, slot in old.items() if path not in sources}
     face = dataclasses.replace(mox.interface, params=params)
-    children = (setting(*given), *mox.body.children)
+    children = (tree.setting(*given), *mox.body.children)
     return mox.with_nodes(children, face, mox.with_init_of(face.of_init))
 
 
@@ -225,11 +379,8 @@ def _last_source(path: Path, sources: Mapping[Path, Path]) -> Path:
 
 def _below(entries: Mapping[Path, Slot], module: str) -> dict[Path, Slot]:
     """The entries of a module and of the modules below it, by the rest of their path."""
-    return {
-        (path[0][len(module) :], path[1]): slot
-        for path, slot in entries.items()
-        if f"{path[0]}/".startswith(f"{module}/")
-    }
+    below = ((path, x) for path, x in entries.items() if tree.is_below(path[0], module))
+    return {(path[0][len(module) :], path[1]): slot for path, slot in below}
 
 
 def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str]) -> Program:
@@ -257,12 +408,8 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
             f"{name!r} can't be the name of {', '.join(names)}: give a function of the path"
         )
     face = mox.interface
-    face = dataclasses.replace(
-        face,
-        params=_with_names(face.params, names),
-        state=_with_names(face.state, names),
-        new_state=_with_names(face.new_state, names),
-    )
+    renamed: Any = {field: _with_names(face.slots(field), names) for field in ENTRIES}
+    face = dataclasses.replace(face, **renamed)
     children = with_new_paths(mox.body.children, lambda path: _new_name(path, names))
 
     def of_init(*entries: Mapping[Path, Any]) -> Tree:
@@ -273,7 +420,7 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
 
 def _new_name(path: str, names: Mapping[str, str]) -> str:
     for old in sorted(names, key=len, reverse=True):
-        if f"{path}/".startswith(f"{old}/"):
+        if tree.is_below(path, old):
             return names[old] + path[len(old) :]
     return path
 

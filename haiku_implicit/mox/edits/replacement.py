@@ -1,34 +1,28 @@
-"""Replacements of nodes, as functions of the nodes' arrays."""
+"""Replacements of nodes, as functions of the nodes' arrays.
+
+Under `vmap`, a function is written for one element, and mapped over all elements.
+"""
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, Var
+from jax.interpreters import ad, batching
 
 from haiku_implicit.core.transform import Static
-from haiku_implicit.core.typing import Array, Aval, Tree
-from haiku_implicit.mox.edits import mapped
-from haiku_implicit.mox.program import marks
+from haiku_implicit.core.typing import Array, Aval, Params, Primitive, State, Tree
+from haiku_implicit.mox.program import marks, tree
 from haiku_implicit.mox.program.constants import identical, same_structure
-from haiku_implicit.mox.program.interface import checked, described, is_array
-from haiku_implicit.mox.program.program import Program, split_signature
-from haiku_implicit.mox.program.run import Piece, run, run_equation
+from haiku_implicit.mox.program.interface import by_path, checked, described, is_array
+from haiku_implicit.mox.program.program import Piece, Program, run, run_equation, split_signature
 from haiku_implicit.mox.program.sites import Site
-from haiku_implicit.mox.program.tree import (
-    Atom,
-    Body,
-    Equation,
-    ModuleCall,
-    Node,
-    hidden_outputs,
-    uses,
-)
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
 
 
 class _Site(hk.Module):
@@ -55,7 +49,7 @@ def _piece(
         return *made.apply(*args), {}
 
     piece = Piece(tuple(inputs), tuple(outputs), made.init, apply, replaces)
-    return piece if isinstance(node, Equation) else mapped.for_all_elements(piece, node)
+    return piece if isinstance(node, Equation) else _for_all_elements(piece, node)
 
 
 def instead(site: Site, replacement: Any) -> Piece:
@@ -68,7 +62,9 @@ def instead(site: Site, replacement: Any) -> Piece:
     """
     node = site.node
     method, config = getattr(node, "method", ""), getattr(node, "config", {})
-    fun = callable_of(replacement, structures_of(node)[0], method, config)
+    structure, _ = structures_of(node)
+    args, kwargs = structure.merge([None] * structure.num_arrays)
+    fun = callable_of(replacement, args, kwargs, method, config)
 
     def on_arrays(*arrays: Array) -> list[Any]:
         return _at_site(site, site.path, fun, arrays)
@@ -85,7 +81,8 @@ def around(site: Site, function: Callable[..., Any]) -> Piece:
     """
     node = site.node
     structure, results = structures_of(node)
-    original, avals = Original(site.place.body, node), mapped.element_arguments(node)
+    original = Original(site.place.body, node)
+    avals = _element_types(node.inputs, getattr(node, "seen", ()))
     what = f"{node!r}: (args, kwargs) of the original"
     name = f"{site.path}/{getattr(function, '__name__', 'function').strip('<>')}"
 
@@ -119,8 +116,7 @@ def before(site: Site, function: Any) -> Piece:
             f"{site.node!r} is given no arrays by position, but {described(structure)}. Take them "
             "by their names: wrap(where, lambda original, **kwargs: original(...))"
         )
-    taken, _ = marks.split((tuple(args[i] for i in places), {}), lambda x: x is _ARRAY)
-    fun = callable_of(function, taken)
+    fun = callable_of(function, places)
 
     def with_new_arguments(original: Any, *args: Any, **kwargs: Any) -> Tree:
         new = fun(*(args[i] for i in places))
@@ -136,10 +132,7 @@ _ARRAY = object()
 
 def after(site: Site, function: Any) -> Piece:
     """Calls a node, and then a function with the node's result."""
-    _, results = structures_of(site.node)
-    out = results.merge([_ARRAY] * results.num_arrays)
-    taken, _ = marks.split(((out,), {}), lambda x: x is _ARRAY)
-    fun = callable_of(function, taken)
+    fun = callable_of(function, ["the result"])
 
     def with_new_results(original: Any, *args: Any, **kwargs: Any) -> Tree:
         return fun(original(*args, **kwargs))
@@ -164,11 +157,11 @@ class Original:
         self.call, self._body = node, None
         if isinstance(node, Equation):
             return
-        read = uses(node.children, node.returns)
+        read = tree.uses(node.children, node.returns)
         # Within the call, an array in a list or a dict has the outer variable.
         own = [v if v in read or isinstance(x, Literal) else x for v, x in node.given]
         self.captured = tuple(v for v in node.captured if v not in own)
-        self.hidden = hidden_outputs(body, node)
+        self.hidden = tree.hidden_outputs(body, node)
         self.arguments = tuple(own)
         given = tuple(zip((v for v, _ in node.given), own, strict=True))
         self.call = dataclasses.replace(node, given=given)
@@ -181,17 +174,16 @@ class Original:
         """The results for these arguments, and the values of `hidden`."""
         if self._body is None:
             return run_equation(self.call, arguments), []
-        whole = functools.partial(_run_on, self._body)
-        arrays = (*arguments, *captured)
+        body, arrays = self._body, (*arguments, *captured)
+
+        def whole(*arrays: Array) -> list[Array]:
+            return run(body, (), arrays)
+
         if self.call.seen_results:
-            out = mapped.of_one_element(self.call, whole, arrays, self.hidden)
+            out = _of_one_element(self.call, whole, arrays, self.hidden)
         else:
             out = whole(*arrays)
         return out[: len(self.call.outputs)], out[len(self.call.outputs) :]
-
-
-def _run_on(body: Body, *arrays: Array) -> list[Array]:
-    return run(body, (), arrays)
 
 
 def _at_site(site: Site, name: str, fun: Any, arrays: Sequence[Array]) -> list[Array]:
@@ -231,13 +223,18 @@ def structures_of(node: Node) -> tuple[Static, Static]:
 
 
 def callable_of(
-    replacement: Any, arguments: Static, method: str = "", config: Mapping[str, Any] = {}
+    replacement: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] = {},
+    method: str = "",
+    config: Mapping[str, Any] = {},
 ) -> Callable[..., Any]:
     """Converts a replacement to a function.
 
     Args:
       replacement: as for `instead`.
-      arguments: the structure of the arguments of the function.
+      args: stand-ins for the arguments of the function, of which only the number matters.
+      kwargs: stand-ins for its keyword arguments.
       method: the method to call if the replacement makes a module.
       config: the constructor arguments of the old module.
     """
@@ -255,7 +252,7 @@ def callable_of(
             "replacement: expected a function, a class or a factory of modules, a module expression, "
             f"a transformed function or None, got {type(replacement).__name__}"
         )
-    if _is_factory(replacement, arguments):
+    if _is_factory(replacement, args, kwargs):
         return lambda *args, **kwargs: getattr(replacement(), method)(*args, **kwargs)
     return replacement
 
@@ -287,11 +284,10 @@ def _config_for(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in config.items() if name in parameters and name != "name"}
 
 
-def _is_factory(fun: Any, arguments: Static) -> bool:
+def _is_factory(fun: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function makes a module, rather than takes these arguments."""
     if isinstance(fun, functools.partial) and isinstance(fun.func, type):
         return issubclass(fun.func, hk.Module)
-    args, kwargs = arguments.merge([None] * arguments.num_arrays)
     return not _takes(fun, args, kwargs) and _takes(fun, (), {})
 
 
@@ -324,7 +320,8 @@ def _checked(node: Node, out: Any) -> list[Array]:
                 f"traced with, and returned {new[0]!r}. To change it, change the model and make its "
                 "expression again"
             )
-    pairs = zip(mapped.element_results(node), arrays, strict=True)
+    avals = _element_types(node.outputs, getattr(node, "seen_results", ()))
+    pairs = zip(avals, arrays, strict=True)
     return [_as(f"{node!r}: result {i}", aval, x) for i, (aval, x) in enumerate(pairs)]
 
 
@@ -342,3 +339,161 @@ def _as(what: str, aval: Aval, x: Any) -> Array:
         raise ValueError(f"{what} of the replacement has to be {aval.str_short()}, and is {found}")
     weak = jax.typeof(x).weak_type and not aval.weak_type
     return jax.lax.convert_element_type(x, aval.dtype) if weak else x
+
+
+# --- under vmap -----------------------------------------------------------------------------------
+
+
+class _Level(NamedTuple):
+    """One `vmap` around a call.
+
+    Attributes:
+      name: the name of its axis.
+      size: the number of elements.
+      axes: the mapped axis of each argument; None if the argument is the same for all elements.
+      out_axes: the mapped axis of each result.
+    """
+
+    name: str
+    size: int
+    axes: tuple[int | None, ...]
+    out_axes: tuple[int | None, ...]
+
+
+def _levels_of(node: ModuleCall) -> tuple[_Level, ...]:
+    """The `vmap`s around a call, the innermost first.
+
+    Raises:
+      ValueError: if JAX transformed its arguments and results in different ways.
+    """
+    inner: list[Any] = [None] * len(node.seen_results)
+    seen, seen_results = node.seen or inner, node.seen_results
+    if len(seen) != len(seen_results):
+        raise ValueError(f"{node!r} can't be replaced: it is under vmap in parts")
+    levels = []
+    for i, (given, results) in enumerate(zip(seen, seen_results, strict=True)):
+        axes = given.axes if given else (None,) * len(node.inputs)
+        levels.append(_Level(f"elements {i} of {node!r}", results.size, axes, results.axes))
+    return tuple(levels)
+
+
+def _element_types(atoms: Sequence[Atom], seen: Sequence[Any]) -> list[Aval]:
+    """The types of a node's arrays, without the axes of the `vmap`s around it: see `ModuleCall`."""
+    avals: list[Any] = [x.aval for x in atoms]
+    for level in reversed(seen):
+        avals = [
+            x if i is None else x.update(shape=(*x.shape[:i], *x.shape[i + 1 :]))
+            for x, i in zip(avals, level.axes, strict=True)
+        ]
+    return avals
+
+
+def _for_all_elements(piece: Piece, node: ModuleCall) -> Piece:
+    """Maps a piece for one element over the `vmap`s around a node.
+
+    Additional inputs and outputs of the piece, which the node does not have, are the same for all
+    elements.
+    """
+    for level in _levels_of(node):
+        piece = _mapped(piece, repr(node), level)
+    return piece
+
+
+def _mapped(piece: Piece, what: str, level: _Level) -> Piece:
+    same = len(piece.inputs) - len(level.axes), len(piece.outputs) - len(level.out_axes)
+    axes, out_axes = (*level.axes, *[None] * same[0]), [*level.out_axes, *[None] * same[1]]
+    options: Any = dict(axis_size=level.size, axis_name=level.name)
+
+    def init(rng: jax.Array, *arrays: Array) -> Tree:
+        def one(*arrays: Array) -> Tree:
+            return piece.init(rng, *arrays)
+
+        params, state = jax.vmap(one, in_axes=axes, out_axes=None, **options)(*arrays)
+        if by_path(state):
+            raise ValueError(f"{what}: the replacement has state, and is under vmap")
+        return params, state
+
+    def apply(params: Params, state: State, rng: jax.Array, *arrays: Array) -> Tree:
+        keys = None if rng is None else jax.random.split(rng, level.size)
+
+        def one(key: jax.Array, *arrays: Array) -> Tree:
+            return piece.apply(params, state, key, *arrays)[0]
+
+        mapped = jax.vmap(one, in_axes=(0, *axes), out_axes=out_axes, **options)
+        return mapped(keys, *arrays), state, {}
+
+    return dataclasses.replace(piece, init=init, apply=apply)
+
+
+# --- the node itself, as a function of one element --------------------------------------------------
+
+
+def _of_one_element(
+    node: ModuleCall, fun: Callable[..., Any], arrays: Sequence[Array], hidden: Sequence[Array]
+) -> list[Array]:
+    """Calls a function of all elements from code that is written for one element.
+
+    `_for_all_elements` maps this code, and so gives the function the arrays of all elements.
+
+    Args:
+      node: a call with `vmap`s around it.
+      fun: maps the call's arrays, and further ones, to a list of arrays.
+      arrays: the arguments of one element, and the further arrays.
+      hidden: the variables of further results, which the call does not return.
+    """
+    levels = _levels_of(node)
+    # Because of these, JAX maps the primitive at each level, even if no argument is mapped.
+    indices = [jax.lax.axis_index(level.name) for level in levels]
+    own = _element_types(node.outputs, node.seen_results)
+    out = (*own, *(v.aval for v in hidden))
+    return _element_p.bind(*indices, *arrays, fun=fun, levels=levels, out=out)
+
+
+_element_p = Primitive("call_of_one_element")
+_element_p.multiple_results = True
+
+
+@_element_p.def_abstract_eval
+def _abstract(*operands: Aval, fun: Any, levels: Any, out: Sequence[Array]) -> list[Aval]:
+    return list(out)
+
+
+def _batch(operands: Sequence[Array], axes: Any, *, fun: Any, levels: Any, out: Any) -> Any:
+    """Maps one level, the innermost first, and runs the call when all levels are mapped."""
+    level, *rest = levels
+    indices, arrays = operands[1 : len(levels)], operands[len(levels) :]
+    wanted = (*level.axes, *[None] * (len(arrays) - len(level.axes)))
+    axes = zip(arrays, axes[len(levels) :], wanted, strict=True)
+    moved = [_moved(level, x, has, want) for x, has, want in axes]
+    out_axes = [*level.out_axes, *[None] * (len(out) - len(level.out_axes))]
+    if not rest:
+        return fun(*moved), out_axes
+    out = tuple(
+        x if i is None else x.update(shape=(*x.shape[:i], level.size, *x.shape[i:]))
+        for x, i in zip(out, out_axes, strict=True)
+    )
+    return _element_p.bind(*indices, *moved, fun=fun, levels=tuple(rest), out=out), out_axes
+
+
+def _moved(level: _Level, x: Any, has: int | None, wanted: int | None) -> Array:
+    """Moves the mapped axis of an array to its place in the call."""
+    if wanted is None:
+        if has is None:
+            return x
+        raise ValueError(
+            f"{level.name}: the original takes one array for all elements here, and was given one for "
+            "each. Give another function in its place (sub)"
+        )
+    if has is None:
+        x, has = jnp.broadcast_to(x, (level.size, *x.shape)), 0
+    return jnp.moveaxis(x, has, wanted)
+
+
+def _differentiate(*_: Any, levels: Any, **__: Any) -> Any:
+    raise ValueError(
+        f"{levels[0].name}: the original can't be differentiated within the function, under vmap"
+    )
+
+
+batching.primitive_batchers[_element_p] = _batch
+ad.primitive_jvps[_element_p] = _differentiate

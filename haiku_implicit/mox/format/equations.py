@@ -2,22 +2,27 @@
 
 The parameters of a loop or an inner `jit` differ between versions of JAX, and some are objects of this
 process. A file has the parameters that affect numbers; the others come from a newly made equation.
+
+JAX checks most parameters when a primitive is bound. But only its compiler, or a derivative rule, reads
+some of them: an equation without one of these, or with one too many, would fail far from its file. So
+a file's parameters must have the same names as those in a newly made equation. (The compiler can't do
+the check: some wrong values end the process.)
 """
 
+import concurrent.futures
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams
-from haiku_implicit.mox.format import templates
+from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, JsonObject
 from haiku_implicit.mox.format.derivatives import RULES
-from haiku_implicit.mox.format.values import Unsaveable, require, same_shape, same_type
+from haiku_implicit.mox.format.values import Unsaveable, one_of, require, same_shape, same_type
 
 # These run Python or other programs, name devices, or make sense only inside an equation that does.
 _NOT_SAVED = {
@@ -28,28 +33,17 @@ _NOT_SAVED = {
 
 _CALLS = [getattr(jex, name) for name in ("closed_call_p", "call_p") if hasattr(jex, name)]
 
-
-class _Form(NamedTuple):
-    """The names of the parameters that a file has, if JAX's equations have others.
-
-    Attributes:
-      required: the names that must be present.
-      optional: the names that may also be present.
-    """
-
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-
-
-_FORMS = {
-    "jit": _Form(("name", "jaxpr", "keep_unused", "donated_invars"), ("inline",)),
-    "scan": _Form(
+# The names of the parameters that a file has, if JAX's equations have others: the required and the
+# optional ones.
+_FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "jit": (("name", "jaxpr", "keep_unused", "donated_invars"), ("inline",)),
+    "scan": (
         ("jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry"),
         ("linear", "_split_transpose"),
     ),
-    "device_put": _Form(()),
-    "reduce": _Form(("jaxpr", "dimensions"), ("out_sharding",)),
-    **{primitive.name: _Form(("call_jaxpr",), ("name",)) for primitive in _CALLS},
+    "device_put": ((), ()),
+    "reduce": (("jaxpr", "dimensions"), ("out_sharding",)),
+    **{primitive.name: (("call_jaxpr",), ("name",)) for primitive in _CALLS},
 }
 # Parameters that name devices or meshes of this process. A file lacks them, so they must be usual ones.
 _OF_THIS_PROCESS = (
@@ -67,10 +61,138 @@ def primitives() -> dict[str, Primitive]:
         *compat.IDENTITIES,
         compat.remat_p,
         compat.ragged_dot_general_p,
-        *(eqn.primitive for eqns in templates.equations().values() for eqn in eqns),
+        *(eqn.primitive for eqns in new_equations().values() for eqn in eqns),
     ]
     found = {x.name: x for x in public if isinstance(x, Primitive)}
     return {name: x for name, x in found.items() if name not in _NOT_SAVED}
+
+
+# --- newly made equations -------------------------------------------------------------------------
+
+
+@functools.cache
+def new_equations() -> dict[str, list[JaxprEqn]]:
+    """Newly made equations, by the names of their primitives.
+
+    They are for primitives whose parameters JAX does not check completely, and for primitives without a
+    public function of their name.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    x, i = jax.ShapeDtypeStruct((2, 2), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a thread without meshes or settings
+        jaxpr = thread.submit(jax.make_jaxpr(_program), x, i, key).result()
+    found: dict[str, list[JaxprEqn]] = {}
+    for eqn in equations_of(jaxpr):
+        found.setdefault(eqn.primitive.name, []).append(eqn)
+    return found
+
+
+def template(name: str) -> JsonObject:
+    """The parameters of a newly made equation."""
+    return dict(new_equations()[name][0].params)
+
+
+def equations_of(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr, and of the jaxprs in its calls, in order."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        yield from equations_of(eqn.params["jaxpr"]) if "jaxpr" in eqn.params else ()
+
+
+def _program(x: jax.Array, i: jax.Array, key: jax.Array) -> Any:
+    row, image = x[0], x[None, None]
+    return [
+        # Calls.
+        jax.jit(lambda x: x * 2)(x),
+        jax.device_put(x),
+        jax.device_put(x, jax.devices()[0], src=jax.devices()[0]),
+        # Control flow.
+        jax.lax.scan(lambda c, y: (c + y, None), row, x)[0],
+        jax.lax.cond(i[0] > 0, jnp.sin, jnp.cos, x),
+        jax.lax.while_loop(lambda x: x[0] < 1, jnp.sin, row),
+        jax.checkpoint(jnp.sin)(x),
+        jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
+        jax.lax.composite(jnp.sin, "sine")(x),
+        jax.lax.reduce(x, jnp.float32(1), lambda a, b: a * b + a, (0,)),
+        # Numbers.
+        jnp.concatenate([x, x]),
+        jax.lax.conv(image, image, (1, 1), "SAME"),
+        jax.lax.ragged_dot(x, x[None], i[:1]),
+        jax.lax.linalg.triangular_solve(x, x),
+        jax.lax.linalg.lu_pivots_to_permutation(i, 2),
+        jax.lax.betainc(x, x, x),
+        *(getattr(jax.lax, f"reduce_{name}")(i, (0,)) for name in _REDUCTIONS),
+        *(getattr(x.at[0], method)(row) for method in _UPDATES),
+        *compat.polynomials(row),
+        *(getattr(jex, f"{name}_to_p").bind(x, x) for name in ("eq", "le", "lt")),
+        # Random numbers.
+        jax.random.wrap_key_data(jax.random.key_data(jax.random.clone(key))),
+        jax.random.split(key, 2),
+        jax.random.fold_in(key, 1),
+        jax.random.bits(key, (2,)),
+        jax.random.gamma(key, row),
+    ]
+
+
+_REDUCTIONS = ("and", "max", "min", "or", "prod", "sum", "xor")
+_UPDATES = ("add", "max", "min", "mul", "set", "subtract")
+
+
+# --- the names of parameters -----------------------------------------------------------------------
+
+
+def _check_names(primitive: Primitive, names: Collection[str], types: Iterable[Aval]) -> None:
+    """Raises a ValueError unless a primitive's parameters have these names.
+
+    Args:
+      primitive: the primitive.
+      names: the names of the parameters.
+      types: the types of the operands.
+    """
+    name = primitive.name
+    if name not in _KNOWN:
+        made = new_equations().get(name) or _made_of(primitive, types)
+        _KNOWN[name] = [frozenset(eqn.params) for eqn in made]
+    if known := _KNOWN[name]:
+        _require_names(name, names, known[0].intersection(*known), known[0].union(*known))
+
+
+# The names in newly made equations, by the primitive's name. Without any, JAX checks them all.
+_KNOWN: dict[str, list[frozenset[str]]] = {}
+
+
+def _require_names(
+    name: str, names: Collection[str], required: Collection[str], allowed: Collection[str] = ()
+) -> None:
+    """Raises a ValueError if required parameters are missing, or other parameters are not allowed.
+
+    Args:
+      name: the name of the primitive.
+      names: the names of the parameters.
+      required: the names that must be present.
+      allowed: the names that may also be present.
+    """
+    missing = sorted({*required} - {*names})
+    foreign = sorted({*names} - {*required, *allowed})
+    for verb, wrong in (("has to have", missing), ("does not have", foreign)):
+        if wrong:
+            plural = "s" * (len(wrong) > 1)
+            raise ValueError(f"{name} {verb} the parameter{plural} {', '.join(map(repr, wrong))}")
+
+
+def _made_of(primitive: Primitive, types: Iterable[Aval]) -> Sequence[JaxprEqn]:
+    """The equations that a primitive's public function makes for such operands, if it takes them."""
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
+    names = (primitive.name, f"bitwise_{primitive.name}")
+    found: list[Any] = [getattr(x, y, None) for x in (jax.lax, jax.lax.linalg) for y in names]
+    for fun in filter(None, found):
+        try:
+            made = list(equations_of(jax.make_jaxpr(fun)(*structs)))
+        except Exception:  # it takes other arguments
+            continue
+        if own := [eqn for eqn in made if eqn.primitive is primitive]:
+            return own
+    return []
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -85,10 +207,9 @@ def to_file(
             f"a file can't have {primitive.name}: it runs code that is not in the program, or names "
             "devices of this machine"
         )
-    form = _FORMS.get(primitive.name)
-    if form is None:
+    if primitive.name not in _FORMS:
         try:
-            templates.check_names(primitive, params, (x.aval for x in operands))
+            _check_names(primitive, params, (x.aval for x in operands))
         except ValueError as e:  # bound by hand, otherwise than JAX's functions bind it
             raise Unsaveable(str(e)) from e
         return params
@@ -98,17 +219,18 @@ def to_file(
     if primitive is jex.scan_p:
         num_consts, num_carry = compat.scan_arity(dict(params), list(operands))
         params = {**params, "num_consts": num_consts, "num_carry": num_carry}
-    kept = {name: params[name] for name in (*form.required, *form.optional) if name in params}
+    required, optional = _FORMS[primitive.name]
+    kept = {name: params[name] for name in (*required, *optional) if name in params}
     if "inline" in kept:
         inline = kept.pop("inline")
-        if inline != templates.template("jit")["inline"]:
+        if inline != template("jit")["inline"]:
             kept["inline"] = getattr(inline, "name", inline)
     return kept
 
 
 def _unusual(primitive: str, name: str, value: Any) -> Any:
     """The entries in a parameter that newly made equations do not have."""
-    usual = [eqn.params[name] for eqn in templates.equations()[primitive]]
+    usual = [eqn.params[name] for eqn in new_equations()[primitive]]
     if not isinstance(value, tuple):
         return [] if value in usual else [value]
     return [x for x in value if not any(x in entries for entries in usual)]
@@ -121,14 +243,12 @@ def from_file(
     name: str, params: EqnParams, operands: Sequence[Array], num_results: int
 ) -> list[Array]:
     """Binds an equation of a file to operands, and returns its results."""
-    primitive = primitives().get(name)
-    require(primitive is not None, f"there is no primitive {name!r} that a file may have")
-    assert primitive is not None
+    primitive = one_of(primitives(), "primitive in files", name)
     types = list(map(jax.typeof, operands))
     if name in _FORMS:
-        templates.require_names(name, params, *_FORMS[name])
+        _require_names(name, params, *_FORMS[name])
     else:
-        templates.check_names(primitive, params, types)
+        _check_names(primitive, params, types)
     if name in ("jit", "scan", "while"):
         _check_kinds(name, params, types)
     if name in _CHECKS:
@@ -145,9 +265,9 @@ def from_file(
 
 def _check_kinds(name: str, params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
     """Raises a ValueError unless numbers and flags are of the kinds in a newly made equation."""
-    template = dict(num_consts=0, num_carry=0) | templates.template(name)
+    new = dict(num_consts=0, num_carry=0) | template(name)
     for parameter, x in params.items():
-        usual = template.get(parameter)
+        usual = new.get(parameter)
         if type(usual) in (bool, int, str):
             kind = f"{parameter} of {name} has to be of the type {type(usual).__name__}"
             require(type(x) is type(usual), f"{kind}, got {x!r}")
@@ -160,7 +280,7 @@ def _check_kinds(name: str, params: Mapping[str, EqnParam], types: Sequence[Aval
 
 def _completed(name: str, params: EqnParams, num_operands: int) -> EqnParams:
     """The parameters of an equation of a file, with the ones that it takes from a new one."""
-    new = templates.template(name)
+    new = template(name)
     num_results = len(_out_avals(params["jaxpr"])) if "jaxpr" in params else num_operands
     if name == "scan" and "num_consts" not in new:
         # From JAX 0.11 on, they include trees of operands and results.
@@ -211,14 +331,15 @@ def _flat_scan(num_consts: int, num_carry: int, num_xs: int, num_ys: int) -> Eqn
 def check_takes(what: str, jaxpr: Any, types: Sequence[Aval]) -> None:
     """Raises a ValueError unless a program takes arrays of these types."""
     require(isinstance(jaxpr, ClosedJaxpr | Jaxpr), f"{what} has to be a program")
-    expected = _in_avals(jaxpr)
-    fits = len(expected) == len(types) and all(map(same_shape, expected, types))
-    require(fits, f"{what} takes {_str(expected)}, and gets {_str(types)}")
+    check_types(f"{what} takes", _in_avals(jaxpr), types)
 
 
-def _check_same(what: str, xs: Sequence[Array], ys: Sequence[Array]) -> None:
-    same = len(xs) == len(ys) and all(map(same_type, xs, ys))
-    require(same, f"{what}: {_str(xs)} and {_str(ys)}")
+def check_types(
+    what: str, found: Sequence[Aval], expected: Sequence[Aval], fit: Any = same_shape
+) -> None:
+    """Raises a ValueError unless types of arrays are the expected ones."""
+    fits = len(found) == len(expected) and all(map(fit, found, expected))
+    require(fits, f"{what} {_str(found)}, not {_str(expected)}")
 
 
 def _in_avals(jaxpr: Any) -> list[Aval]:
@@ -244,7 +365,7 @@ def _check_cond(params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
     require(index == [((), True)], "the index has to be an int32")
     for branch in branches:
         check_takes("a branch", branch, types[1:])
-        _check_same("branches return", _out_avals(branches[0]), _out_avals(branch))
+        check_types("a branch returns", _out_avals(branch), _out_avals(branches[0]), same_type)
 
 
 def _check_scan(params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
@@ -256,7 +377,7 @@ def _check_scan(params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
     rows = [jax.core.ShapedArray(x.shape[1:], x.dtype) for x in xs]
     check_takes("the body of the scan", jaxpr, [*fixed, *rows])
     carry = _in_avals(jaxpr)[num_consts:][:num_carry]
-    _check_same("the scan before and after a step", carry, _out_avals(jaxpr)[:num_carry])
+    check_types("a step of the scan returns", _out_avals(jaxpr)[:num_carry], carry, same_type)
 
 
 def _check_while(params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
@@ -271,7 +392,7 @@ def _check_while(params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:
     fits = all(x.shape[: len(test.shape)] == test.shape for x in carry)
     require(fits, f"the condition has the shape {test.shape}, and the loop has {_str(carry)}")
     before, after = _in_avals(params["body_jaxpr"])[num_body:], _out_avals(params["body_jaxpr"])
-    _check_same("the loop before and after a step", before, after)
+    check_types("a step of the loop returns", after, before, same_type)
 
 
 def _check_reduce(params: Mapping[str, EqnParam], types: Sequence[Aval]) -> None:

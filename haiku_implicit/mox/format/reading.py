@@ -6,6 +6,7 @@ checks of shapes and dtypes apply, and the types in a file are compared with the
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,9 +63,8 @@ class Reader:
         self.types = types
         self.arrays: list[Array] = []
         self.bodies: list[ClosedJaxpr] = []
-        self.sizes: list[
-            tuple[int, int]
-        ] = []  # for each body its depth, and how many equations it has
+        # For each body its depth, and the number of its equations.
+        self.sizes: list[tuple[int, int]] = []
         self.functions: dict[int, Callable[..., Any]] = {}
         self.listed = _list(tables, "functions")
         self._rules: dict[tuple[int, str], Callable[..., Any]] = {}
@@ -113,20 +113,15 @@ class Reader:
             body, rules = _named(jaxpr_as_fun(closed), name), {}
             for rule in names:
                 own = of_type(x.get(f"{rule}_name", rule), str, f"{rule}_name")
-                rules[rule] = _named(self._rule(index, name, rule), own)
+                rules[rule] = _named(functools.partial(self._run_rule, index, name, rule), own)
             self.functions[index] = with_rules(body, rules, closed.in_avals, closed.out_avals)
         return self.functions[index], x["body"]
 
-    def _rule(self, index: int, name: str, rule: str) -> Callable[..., Any]:
-        """A rule of a function, which is looked up when it is called."""
-        rules = self._rules
-
-        def run(*arrays: Array) -> Any:
-            if (index, rule) not in rules:
-                raise NoRule(f"the file has no derivative of {name!r} of so high an order")
-            return rules[index, rule](*arrays)
-
-        return run
+    def _run_rule(self, index: int, name: str, rule: str, *arrays: Array) -> Any:
+        """Runs a rule of a function, which is looked up when it is called."""
+        if (index, rule) not in self._rules:
+            raise NoRule(f"the file has no derivative of {name!r} of so high an order")
+        return self._rules[index, rule](*arrays)
 
     def _add_rules(self, index: int) -> None:
         x = self.listed[index]
@@ -138,14 +133,9 @@ class Reader:
             takes, returns = types_of(name, closed.in_avals, closed.out_avals, residuals)
             # A cotangent may have another dtype than its argument, if this is a Python number.
             fit = _same_kind if name == "bwd" else same_shape
-            _check_types(f"{name} takes", rule.in_avals, takes, same_shape)
-            _check_types(f"{name} returns", rule.out_avals, returns, fit)
+            equations.check_types(f"{name} takes", rule.in_avals, takes)
+            equations.check_types(f"{name} returns", rule.out_avals, returns, fit)
             self._rules[index, name] = jaxpr_as_fun(without_marks(rule))
-
-
-def _check_types(what: str, found: Sequence[Any], expected: Sequence[Any], fit: Any) -> None:
-    fits = len(found) == len(expected) and all(map(fit, found, expected))
-    require(fits, f"{what} {list(map(str, found))}, not {list(map(str, expected))}")
 
 
 def _same_kind(x: Aval, y: Aval) -> bool:
@@ -212,9 +202,8 @@ class _BodyReader:
 
     def define(self, x: Mapping[str, Json], name: str, found: Sequence[Any]) -> None:
         variables = _list(x, name)
-        require(
-            len(variables) == len(found), f"{len(found)} results have {len(variables)} variables"
-        )
+        count = len(variables)
+        require(count == len(found), f"{len(found)} results have {count} variables")
         for v, value in zip(variables, found, strict=True):
             is_new = of_type(v, int, "a variable") not in self.values
             require(is_new, f"variable {v} is there already")
@@ -225,25 +214,21 @@ class _BodyReader:
     def equation(self, x: Json) -> None:
         self.size += 1
         operands = self.read(x, "in")
-        types = list(map(values.type_from_json, _list(x, "types")))
+        types = list(map(values.aval_from_json, _list(x, "types")))
         name, scope = of_type(x["op"], str, "op"), of_type(x.get("scope", ""), str, "a scope")
         partitionable = x.get("threefry_partitionable", True)
         around = jax.threefry_partitionable(of_type(partitionable, bool, "threefry_partitionable"))
         stack = source_info_util.current_name_stack() + source_info_util.new_name_stack(scope)
         with around, source_info_util.set_name_stack(stack):
             results = self.bind(name, x, operands, len(types))
-        found = list(map(jax.typeof, results))
-        require(len(found) == len(types), f"it has {len(found)} results, not {len(types)}")
-        for result, expected in zip(found, types, strict=True):
-            require(same_type(result, expected), f"it gives {result}, not {expected}")
+        equations.check_types("it gives", list(map(jax.typeof, results)), types, same_type)
         self.define(x, "out", results)
 
     def bind(self, name: str, x: Json, operands: list[Array], num_results: int) -> list[Array]:
         if name in RULES:
             fun, body = self.reader.function(x.get("function"))
-            equations.check_takes(
-                "the function", self.closed(body), list(map(jax.typeof, operands))
-            )
+            types = list(map(jax.typeof, operands))
+            equations.check_takes("the function", self.closed(body), types)
             return list(fun(*operands))
         given = of_type(x.get("params"), dict, "params")
         params = {name: values.from_json(y, self.readers) for name, y in given.items()}

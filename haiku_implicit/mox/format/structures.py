@@ -16,12 +16,12 @@ from haiku_implicit.core.transform import Static
 from haiku_implicit.core.typing import Json, JsonObject, Tree
 from haiku_implicit.mox.format import values
 from haiku_implicit.mox.format.values import Kind, Unsaveable, of_type, require
-from haiku_implicit.mox.program import marks
-from haiku_implicit.mox.program.interface import Interface, Path, slots_with
+from haiku_implicit.mox.program import interface, marks
+from haiku_implicit.mox.program.interface import ENTRIES, WHOLE, Interface, Path, Slot
 
 
 class _Leaf:
-    """A leaf of a structure: an array if it holds None, or else the tuple of a value."""
+    """A leaf of a structure, as `Static` has it: None for an array, or the tuple of a value."""
 
     def __init__(self, x: Any):
         self.x = x
@@ -60,33 +60,29 @@ def _to_json(x: Any, kinds: Mapping[str, Kind]) -> Json:
 
 def tree_from_json(x: Any, types: Mapping[str, type]) -> Static:
     """A structure that `tree_to_json` wrote; `types` are classes of named tuples by name."""
-    tree, _ = marks.split(_from_json(x, types), lambda leaf: isinstance(leaf, _Leaf))
-    return tree
 
+    def read(y: Any) -> Tree:
+        return values.from_json(y, readers)
 
-def _from_json(x: Any, types: Mapping[str, type]) -> Tree:
-    if x is None:
-        return None
-    if x == "array":
-        return _Leaf(None)
-    require(len(of_type(x, dict, "a structure")) == 1, "a structure has to have one key")
-    ((kind, parts),) = x.items()
-    if kind == "value":
-        return values.from_json(parts)
-    of_type(parts, list, kind)
-    if kind in ("tuple", "list"):
-        nodes = (_from_json(y, types) for y in parts)
-        return tuple(nodes) if kind == "tuple" else list(nodes)
-    if kind == "dict":
-        pairs = [(values.from_json(key), _from_json(y, types)) for key, y in parts]
-        require(len(dict(pairs)) == len(pairs), "a dict has a key twice")
-        return dict(pairs)
-    require(kind == "namedtuple" and parts, f"there is no structure {kind!r}")
-    name, *fields = parts
-    names = tuple(of_type(field, str, "a field") for field, _ in fields)
-    cls: Any = types.get(of_type(name, str, "the name of a class")) or _new_namedtuple(name, names)
-    require(getattr(cls, "_fields", None) == names, f"{name} has other fields than {list(names)}")
-    return cls(*(_from_json(y, types) for _, y in fields))
+    def namedtuple(y: Any) -> Tree:
+        name, *fields = read(of_type(y, list, "a named tuple"))
+        names = tuple(of_type(field, str, "a field") for field, _ in fields)
+        cls: Any = types.get(of_type(name, str, "the name of a class"))
+        cls = cls or _new_namedtuple(name, names)
+        require(getattr(cls, "_fields", None) == names, f"{name} has other fields than {names}")
+        return cls(*(part for _, part in fields))
+
+    def leaf(y: Any) -> _Leaf:
+        return _Leaf((values.from_json(y),))
+
+    readers = {"tuple": read, "namedtuple": namedtuple, "value": leaf}
+    whole = read(x)
+    if type(whole) is _Leaf:  # it may be something that JAX can't flatten
+        return marks.split(whole.x[0], lambda y: False)[0]
+    leaves, treedef = jax.tree.flatten(whole)
+    for y in leaves:
+        require(type(y) is _Leaf or (type(y) is str and y == "array"), f"{y!r} is no structure")
+    return Static(treedef, tuple(y.x if type(y) is _Leaf else None for y in leaves))
 
 
 # `Any`, because a type checker only accepts literal arguments. Python checks them.
@@ -94,12 +90,6 @@ _new_namedtuple: Any = collections.namedtuple
 
 
 # --- interfaces -----------------------------------------------------------------------------------
-
-# The arguments of a program, and its results, in the order of their variables; for errors.
-_ARGUMENTS = dict(params="", state="", rng="rng", args="the arguments")
-_RESULTS = dict(results="the results", new_state="")
-# These have an entry for each module and name.
-_ENTRIES = ("params", "state", "new_state")
 
 
 def interface_to_json(face: Interface) -> JsonObject:
@@ -110,13 +100,12 @@ def interface_to_json(face: Interface) -> JsonObject:
         if parameter.default is not inspect.Parameter.empty:
             written.append(_named(f"the default of {name}", values.to_json, parameter.default))
         new["signature"].append(written)
-    for kind, what in (_ARGUMENTS | _RESULTS).items():
-        found = getattr(face, kind)
-        if kind in _ENTRIES:
-            trees = {path: _named("/".join(path), tree_to_json, found[path].tree) for path in found}
-            new[kind] = [[*path, tree] for path, tree in trees.items()]
-        else:
-            new[kind] = _named(what, tree_to_json, found.tree)
+    for field, label in (interface.ARGUMENTS | interface.RESULTS).items():
+        trees = {}
+        for path, slot in face.slots(field).items():
+            what = "/".join(path) if field in ENTRIES else f"the {label}"
+            trees[path] = _named(what, tree_to_json, slot.tree)
+        new[field] = [[*path, x] for path, x in trees.items()] if field in ENTRIES else trees[WHOLE]
     return new
 
 
@@ -135,24 +124,22 @@ def interface_from_json(
     every = ("params", "state", "rng")
     some = [names for n in range(4) for names in itertools.combinations(every, n)]
     require(leading in some, f"the first arguments have to be some of {every}")
-    signature = inspect.Signature(
-        list(map(_parameter, of_type(x.get("signature"), list, "signature")))
-    )
-    found: dict[str, Any] = {}
-    for kinds, atoms in ((_ARGUMENTS, invars), (_RESULTS, returns)):
-        trees = {kind: _trees(x, kind, types) for kind in kinds}
-        flat = [tree for entries in trees.values() for tree in entries.values()]
-        count = sum(tree.num_arrays for tree in flat)
-        fits = f"there are {count} arrays in the {'/'.join(kinds)}, and {len(atoms)} in the body"
+    parameters = map(_parameter, of_type(x.get("signature"), list, "signature"))
+    signature = inspect.Signature(list(parameters))
+    fields = interface.ARGUMENTS | interface.RESULTS
+    slots = {field: _slots(x, field, types) for field in fields}
+    found: Any = {field: x if field in ENTRIES else x[WHOLE] for field, x in slots.items()}
+    face = Interface(leading, signature, **found)
+    for fields, atoms in ((interface.ARGUMENTS, invars), (interface.RESULTS, returns)):
+        count = sum(slot.tree.num_arrays for field in fields for slot in slots[field].values())
+        fits = f"there are {count} arrays in the {'/'.join(fields)}, and {len(atoms)} in the body"
         require(count == len(atoms), fits)
-        slots = iter(slots_with(flat, atoms))
-        found |= {kind: {path: next(slots) for path in trees[kind]} for kind in kinds}
-    found |= {kind: slots[_NO_PATH] for kind, slots in found.items() if kind not in _ENTRIES}
-    named = found["args"].tree.merge(found["args"].atoms)
+        face = face.with_atoms(fields, atoms)
+    named = face.args.tree.merge(face.args.atoms)
     require(type(named) is dict, "args has to be a dict")
     same = set(named) == set(signature.parameters)
     require(same, "args has to have the names of the signature")
-    return Interface(leading, signature, **found)
+    return face
 
 
 _PARAMETER_KINDS: Any = type(inspect.Parameter.VAR_KEYWORD)
@@ -165,16 +152,12 @@ def _parameter(x: Any) -> inspect.Parameter:
     return inspect.Parameter(of_type(x[0], str, "a name"), kind, default=default)
 
 
-# The path of a part that is not an entry.
-_NO_PATH = ("", "")
-
-
-def _trees(x: Any, kind: str, types: Mapping[str, type]) -> dict[Path, Static]:
-    """The structures of a part of an interface, by module and name."""
-    found: dict[Path, Static] = {}
-    entries = of_type(x.get(kind), list, kind) if kind in _ENTRIES else [[*_NO_PATH, x.get(kind)]]
+def _slots(x: Any, field: str, types: Mapping[str, type]) -> dict[Path, Slot]:
+    """The slots of a field of an interface, by module and name, without variables."""
+    found: dict[Path, Slot] = {}
+    entries = of_type(x.get(field), list, field) if field in ENTRIES else [[*WHOLE, x.get(field)]]
     for module, name, tree in entries:
         path = of_type(module, str, "a module"), of_type(name, str, "a name")
-        require(path not in found, f"{kind} has {'/'.join(path)!r} twice")
-        found[path] = tree_from_json(tree, types)
+        require(path not in found, f"{field} has {'/'.join(path)!r} twice")
+        found[path] = Slot(tree_from_json(tree, types), ())
     return found

@@ -20,7 +20,6 @@ import numpy as np
 from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Aval, DType, Json, JsonObject
 from haiku_implicit.files import dtypes
-from haiku_implicit.mox.format import templates
 from haiku_implicit.mox.show import view
 
 
@@ -168,10 +167,8 @@ def array_from_json(x: Any) -> Any:
     require(isinstance(struct.dtype, np.dtype), "the bytes of an array have to be numbers")
     data = np.frombuffer(_bytes_from_json(x.get("data")), np.uint8)
     name, expected = x["type"][0], math.prod(struct.shape) * struct.dtype.itemsize
-    require(
-        len(data) == expected,
-        f"an array {name}{list(struct.shape)} has {expected} bytes, got {len(data)}",
-    )
+    what = f"an array {name}{list(struct.shape)}"
+    require(len(data) == expected, f"{what} has {expected} bytes, got {len(data)}")
     array = dtypes.array_of(data, name, struct.shape, weak_type=False, as_numpy=True)
     if "key" not in x:
         return array
@@ -200,7 +197,8 @@ def _bytes_from_json(x: Any) -> bytes:
     return base64.b64decode(of_type(x, str, "bytes"), validate=True)
 
 
-def _aval_from_json(x: Any) -> jax.core.ShapedArray:
+def aval_from_json(x: Any) -> jax.core.ShapedArray:
+    """The type of an array as JAX's abstract value, from JSON."""
     struct = type_from_json(x)
     return jax.core.ShapedArray(struct.shape, struct.dtype, struct.weak_type)
 
@@ -213,11 +211,9 @@ def _classes() -> dict[str, Any]:
     """The classes of enumerations, named tuples and records in the parameters of equations."""
     public = {name: x for name, x in vars(jax.lax).items() if isinstance(x, type)}
     found = {name: x for name, x in public.items() if issubclass(x, enum.Enum) or _fields_of(x)}
-    solve = jax.make_jaxpr(jnp.linalg.solve)(jnp.eye(2), jnp.ones(2))
-    made = (
-        x.params for x in templates.equations_of(solve) if x.primitive is jax.lax.linear_solve_p
-    )
-    return found | {"LinearSolve": type(next(made)["jaxprs"])}
+    solve = functools.partial(jax.lax.custom_linear_solve, jnp.positive, solve=lambda _, x: x)
+    eqn = jax.make_jaxpr(solve)(1.0).eqns[-1]
+    return found | {"LinearSolve": type(eqn.params["jaxprs"])}
 
 
 def _fields_of(cls: Any) -> tuple[str, ...]:
@@ -256,12 +252,8 @@ def _policies() -> dict[str, Any]:
 
 # Functions that make policies: of names of values, or of two policies.
 _BOTH = "save_from_both_policies"
-_MAKERS = (
-    "save_only_these_names",
-    "save_any_names_but_these",
-    "save_anything_except_these_names",
-    _BOTH,
-)
+_NAMES = ("save_only_these_names", "save_any_names_but_these", "save_anything_except_these_names")
+_MAKERS = (*_NAMES, _BOTH)
 
 
 def _policy_to_json(x: Any) -> Json:
@@ -269,7 +261,7 @@ def _policy_to_json(x: Any) -> Json:
 
     To recognize a policy that a function has made, it is made again from its contents.
     """
-    for name, policy in _policies().items() if callable(x) else ():
+    for name, policy in _policies().items():
         if x is policy:
             return name
     for name in _MAKERS if callable(x) else ():
@@ -277,12 +269,9 @@ def _policy_to_json(x: Any) -> Json:
         if not _is_made_as(x, make(x, x) if name == _BOTH else make("a")):
             continue
         held = _held_by(x)
-        if name == _BOTH:
-            parts = list(map(_policy_to_json, held))
-            return None if None in parts else [name, *({"policy": y} for y in parts)]
-        names = sorted({str(y) for some in held for y in some})
-        if _held_by(make(*names)) == held:
-            return [name, *names]
+        parts = held if name == _BOTH else sorted({str(y) for some in held for y in some})
+        if name == _BOTH or _held_by(make(*parts)) == held:
+            return [name, *map(to_json, parts)]
     return None
 
 
@@ -301,12 +290,10 @@ def _held_by(policy: Any) -> list[Any]:
 def _policy_from_json(x: Any) -> Any:
     if type(x) is not list:
         return one_of(_policies(), "policy", x)
-    require(x and x[0] in _MAKERS, f"there is no policy {x}")
-    if x[0] == _BOTH:
-        given = [_policy_from_json(of_type(y, dict, "a policy").get("policy")) for y in x[1:]]
-    else:
-        given = [of_type(y, str, "a name") for y in x[1:]]
-    return getattr(jax.checkpoint_policies, x[0])(*given)
+    name, *parts = map(from_json, x)
+    fits = callable if name == _BOTH else _is(str)
+    require(name in _MAKERS and all(map(fits, parts)), f"there is no policy {x}")
+    return getattr(jax.checkpoint_policies, name)(*parts)
 
 
 def _key_tag(x: Any) -> str | None:
@@ -392,7 +379,7 @@ _SIMPLE: dict[str, Kind] = {
         array_to_json,
         lambda x: array_from_json(x)[()],
     ),
-    "aval": Kind(lambda x: isinstance(x, jax.core.ShapedArray), type_to_json, _aval_from_json),
+    "aval": Kind(lambda x: isinstance(x, jax.core.ShapedArray), type_to_json, aval_from_json),
     "unspecified": Kind(
         lambda x: x is compat.UNSPECIFIED, lambda x: True, lambda x: compat.UNSPECIFIED
     ),
@@ -468,9 +455,7 @@ def from_json(x: Any, more: Mapping[str, Callable[[Any], Any]] = {}) -> Any:
         return x
     if type(x) is list:
         return tuple(from_json(y, more) for y in x)
-    require(
-        len(of_type(x, dict, "a value")) == 1, "a value has to have one key, which says its kind"
-    )
+    require(len(of_type(x, dict, "a value")) == 1, "a value has to have one key, its kind")
     ((tag, value),) = x.items()
     if tag in _WITH_PARTS:
         return _WITH_PARTS[tag].read([from_json(y, more) for y in of_type(value, list, tag)])

@@ -6,6 +6,7 @@ a function may call the function itself.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ class Writer:
         self.arrays: list[Array] = []
         self.bodies: list[Any] = []
         self.functions: list[Any] = []
+        # The path of the module that is being written.
+        self.module = ""
         self._depth = depth
         self._places: dict[Any, int] = {}
         # Rules and signatures of functions.
@@ -52,29 +55,27 @@ class Writer:
 
     def program(self, program: Program) -> JsonObject:
         """The JSON of a program: its body, and its arguments and results."""
-        body = self.body(program.body, "model", "")
+        body = self.body(program.body, "model")
         return {"body": body, "interface": interface_to_json(program.interface)}
 
-    def body(self, body: Body, name: str, module: str, scopes: bool = True) -> int:
+    def body(self, body: Body, name: str, scopes: bool = True) -> int:
         """Adds a body to the table, and returns its place.
 
         Args:
           body: the body.
           name: the name of its function.
-          module: the path of the module around it.
           scopes: whether to write the names of the scopes around equations. In a rule, they come from
             JAX's differentiation, which adds them again.
         """
-        new = _BodyWriter(self, module, scopes).write(body, name)
-        self.bodies.append(new)
+        self.bodies.append(_BodyWriter(self, scopes).write(body, name))
         return len(self.bodies) - 1
 
-    def jaxpr(self, jaxpr: Any, module: str, scopes: bool = True) -> int:
+    def jaxpr(self, jaxpr: Any, scopes: bool = True) -> int:
         """The place of a jaxpr in the table. Each jaxpr has one place."""
 
         def add() -> int:
             inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-            return self.body(body_of("", jaxpr), inner.debug_info.func_name, module, scopes)
+            return self.body(body_of("", jaxpr), inner.debug_info.func_name, scopes)
 
         return self._once(self._places, "jaxpr", jaxpr, add)
 
@@ -95,15 +96,15 @@ class Writer:
 
     # --- functions with custom derivatives ---
 
-    def function(self, node: Equation, module: str) -> Json:
+    def function(self, node: Equation) -> Json:
         """The place in the table of the function with a custom derivative that an equation calls.
 
         Each function has one place. JAX does not identify functions, and a rule may call its function.
         So two functions are the same if they, their rules, and the functions in these rules are.
         """
         if self._depth is not None:
-            return self._signature(node, self._depth, module)
-        key = "function", self._signature(node, 2, module)
+            return self._signature(node, self._depth)
+        key = "function", self._signature(node, 2)
         is_new = key not in self._places
         place = self._places.setdefault(key, len(self.functions))
         self.functions += [None] if is_new else []
@@ -111,29 +112,29 @@ class Writer:
             self._order += 1
             deep = self._order <= HIGHEST_ORDER
             (self._without_rule.discard if deep else self._without_rule.add)(place)
-            self.functions[place] = self._function(node, module, deep)
+            self.functions[place] = self._function(node, deep)
             self._order -= 1
         return place
 
-    def _function(self, node: Equation, module: str, deep: bool) -> JsonObject:
+    def _function(self, node: Equation, deep: bool) -> JsonObject:
         params = node.params_to_bind(True)
         new = {
             "kind": node.primitive.name,
             "name": function_name(node.eqn),
-            "body": self.jaxpr(params["call_jaxpr"], module),
+            "body": self.jaxpr(params["call_jaxpr"]),
         }
         if "bwd" in params:  # a query can see it
             new["bwd_name"] = getattr(params["bwd"], "__name__", "")
         rules = self._once(self._made, "rules", node.eqn, lambda: _rules_of(node)) if deep else {}
-        return new | {k: self.jaxpr(x, module, scopes=False) for k, x in rules.items()}
+        return new | {k: self.jaxpr(x, scopes=False) for k, x in rules.items()}
 
-    def _signature(self, node: Equation, depth: int, module: str) -> str:
+    def _signature(self, node: Equation, depth: int) -> str:
         """A digest that is equal for functions that are the same."""
 
         def make() -> str:
             inner = Writer(depth - 1)
-            inner._kept, inner._made = self._kept, self._made
-            return _digest([inner._function(node, module, deep=depth > 0), inner.tables()])
+            inner.module, inner._kept, inner._made = self.module, self._kept, self._made
+            return _digest([inner._function(node, deep=depth > 0), inner.tables()])
 
         return self._once(self._made, ("signature", depth), node.eqn, make)
 
@@ -158,39 +159,32 @@ def _digest(x: Any) -> str:
 class _BodyWriter:
     """Writes one body: its variables are numbers, in the order in which they are defined."""
 
-    def __init__(self, writer: Writer, module: str, scopes: bool):
-        self.writer = writer
-        self.module = module
-        self.scopes = scopes
+    def __init__(self, writer: Writer, scopes: bool):
+        self.writer, self.scopes = writer, scopes
         self.numbers: dict[Any, int] = {}
         # A variable may be defined twice: an extracted call has its own variables for its arguments.
-        self.count = 0
+        self.count = itertools.count()
         self.same: dict[Any, Any] = {}
         self.kinds = {
-            "closed": Kind(lambda x: isinstance(x, ClosedJaxpr), self.jaxpr),
-            "open": Kind(lambda x: isinstance(x, Jaxpr), self.jaxpr),
+            "closed": Kind(lambda x: isinstance(x, ClosedJaxpr), writer.jaxpr),
+            "open": Kind(lambda x: isinstance(x, Jaxpr), writer.jaxpr),
             "array": Kind(lambda x: isinstance(x, np.ndarray | jax.Array), writer.array),
         }
-
-    def jaxpr(self, jaxpr: Any) -> int:
-        return self.writer.jaxpr(jaxpr, self.module)
 
     def write(self, body: Body, name: str) -> JsonObject:
         if len(body.consts) != len(body.constvars):
             raise Unsaveable(f"the program in it ({name}) has constants without values")
-        new: JsonObject = {"name": name}
-        new["inputs"] = [values.type_to_json(v.aval) for v in body.invars]
-        self.define(body.invars)
-        new["constants"] = [self.writer.array(x) for x in body.consts]
-        self.define(body.constvars)
-        new["nodes"] = self.nodes(body.children)
-        new["outputs"] = self.atoms(body.returns)
-        return new
+        self.define((*body.invars, *body.constvars))
+        return {
+            "name": name,
+            "inputs": [values.type_to_json(v.aval) for v in body.invars],
+            "constants": list(map(self.writer.array, body.consts)),
+            "nodes": self.nodes(body.children),
+            "outputs": self.atoms(body.returns),
+        }
 
     def define(self, variables: Sequence[Var]) -> list[int]:
-        for v in variables:
-            self.numbers[v] = self.count
-            self.count += 1
+        self.numbers |= zip(variables, self.count, strict=False)
         return [self.numbers[v] for v in variables]
 
     def atoms(self, atoms: Sequence[Atom]) -> list[Any]:
@@ -216,7 +210,7 @@ class _BodyWriter:
         return new
 
     def call(self, node: ModuleCall, call: Call) -> dict[str, Any]:
-        outer, self.module = self.module, node.path or self.module
+        outer, self.writer.module = self.writer.module, node.path or self.writer.module
         results = None if call.results is None else tree_to_json(call.results, SHOWN)
         new = {
             "module": None if call.cls is None else call.cls.__name__,
@@ -234,23 +228,22 @@ class _BodyWriter:
             "out": self.define(node.outputs),
             "seen_results": list(map(_seen, node.seen_results)),
         }
-        self.module = outer
+        self.writer.module = outer
         return new | ({"bypassed": True} if call.bypassed else {})
 
     def equation(self, node: Equation) -> JsonObject:
         try:
             return self._equation(node)
         except Unsaveable as e:
-            where = (
-                f"module {self.module!r}" if self.module else "the model, outside of its modules"
-            )
+            module = self.writer.module
+            where = f"module {module!r}" if module else "the model, outside of its modules"
             raise ValueError(f"save: {node!r} in {where} can't be saved: {e}") from e
 
     def _equation(self, node: Equation) -> JsonObject:
         eqn = node.eqn
         new: JsonObject = {"op": node.primitive.name, "in": self.atoms(node.inputs)}
         if node.primitive.name in RULES:
-            new["function"] = self.writer.function(node, self.module)
+            new["function"] = self.writer.function(node)
         else:
             params = equations.to_file(node.primitive, node.params_to_bind(True), node.inputs)
             new["params"] = {k: values.to_json(x, self.kinds) for k, x in params.items()}
@@ -264,18 +257,11 @@ def _literal(x: Literal) -> JsonObject:
     aval: Aval = x.aval
     type_, value = values.type_to_json(aval), np.asarray(x.val, aval.dtype)
     if aval.shape == ():
-        number: Any = _number(x.val) if aval.weak_type else value.item()
+        number: Any = np.asarray(x.val).item() if aval.weak_type else value.item()
         is_plain = type(number) in (bool, int, float, complex)
         if is_plain and np.asarray(number, aval.dtype).tobytes() == value.tobytes():
             return {"value": values.to_json(number), "type": type_}
     return {"bits": values.array_to_json(value), "type": type_}
-
-
-def _number(x: Any) -> Json:
-    """A weakly typed literal as a Python number."""
-    kinds: tuple[Any, ...] = (bool, int, float, complex)
-    kind = next((kind for kind in kinds if isinstance(x, kind)), None)
-    return np.asarray(x).item() if kind is None else kind(x)
 
 
 def _context(eqn: JaxprEqn, scopes: bool) -> JsonObject:

@@ -34,11 +34,8 @@ def same_structure(x: Any, y: Any) -> bool:
     if x.num_nodes == x.num_leaves == y.num_nodes == y.num_leaves == 1:  # the most common case
         return True
     children, others = x.children(), y.children()
-    return (
-        len(children) == len(others)
-        and identical(x.node_data(), y.node_data())
-        and all(map(same_structure, children, others))
-    )
+    same = len(children) == len(others) and identical(x.node_data(), y.node_data())
+    return same and all(map(same_structure, children, others))
 
 
 def _same_arrays(x: Any, y: Any) -> bool:

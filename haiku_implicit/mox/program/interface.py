@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,6 @@ from haiku_implicit.core.transform import (
 from haiku_implicit.core.typing import Array, Aval, Key, Tree
 from haiku_implicit.mox.program import marks
 from haiku_implicit.mox.program.constants import identical, same_structure
-from haiku_implicit.mox.program.tree import Atom
 
 # A module's name and the name of an entry.
 Path = tuple[str, str]
@@ -39,6 +38,17 @@ class Slot(NamedTuple):
     def arrays_of(self, value: Any, label: str = "") -> list[Array]:
         """The arrays in a value for the slot, after checks: see `checked`."""
         return checked(label, self.tree, [v.aval for v in self.atoms], value)
+
+
+# The fields of an interface, with their names in texts: first the arguments, then the results.
+ARGUMENTS = dict(params="parameter", state="state", rng="rng", args="arguments")
+RESULTS = dict(results="results", new_state="new state")
+# The fields with a slot for each module and name.
+ENTRIES = ("params", "state", "new_state")
+# Stands for the path of another field's only slot.
+WHOLE: Path = ("", "")
+
+ANY_ARGUMENTS = inspect.signature(lambda *args, **kwargs: None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,20 +75,23 @@ class Interface:
     results: Slot
     new_state: Mapping[Path, Slot]
 
+    def slots(self, field: str) -> Mapping[Path, Slot]:
+        """The slots of a field, by path; the only slot of a field has the path `WHOLE`."""
+        found = getattr(self, field)
+        return found if field in ENTRIES else {WHOLE: found}
+
+    def _atoms(self, fields: Iterable[str]) -> tuple[Any, ...]:
+        return tuple(v for field in fields for x in self.slots(field).values() for v in x.atoms)
+
     @property
     def invars(self) -> tuple[Any, ...]:
         """The variables of all arguments, in their order."""
-        return _atoms(self._slots)
-
-    @property
-    def _slots(self) -> list[Slot]:
-        """The slots of all arguments."""
-        return [*self.params.values(), *self.state.values(), self.rng, self.args]
+        return self._atoms(ARGUMENTS)
 
     @property
     def returns(self) -> tuple[Any, ...]:
         """The variables of all results, in their order."""
-        return _atoms([self.results, *self.new_state.values()])
+        return self._atoms(RESULTS)
 
     @property
     def inputs(self) -> tuple[Var, ...]:
@@ -103,44 +116,46 @@ class Interface:
 
     def without(self, params: Container[Path], state: Container[Path]) -> "Interface":
         """The interface without these parameters, and without this state."""
+        gone = dict(params=params, state=state, new_state=state)
+        rest = {
+            field: {path: x for path, x in self.slots(field).items() if path not in paths}
+            for field, paths in gone.items()
+        }
+        return dataclasses.replace(self, **rest)  # type: ignore[arg-type]
 
-        def rest(slots: Mapping[Path, Slot], gone: Container[Path]) -> dict[Path, Slot]:
-            return {path: slot for path, slot in slots.items() if path not in gone}
+    def with_atoms(self, fields: Iterable[str], atoms: Iterable[Any]) -> "Interface":
+        """The interface with these atoms in the slots of fields, in order."""
+        rest = iter(atoms)
 
-        return dataclasses.replace(
-            self,
-            params=rest(self.params, params),
-            state=rest(self.state, state),
-            new_state=rest(self.new_state, state),
-        )
+        def filled(slot: Slot) -> Slot:
+            return Slot(slot.tree, tuple(itertools.islice(rest, slot.tree.num_arrays)))
 
-    def with_variables(self, invars: Sequence[Var]) -> "Interface":
-        """The interface with other variables for its arguments."""
-        new = iter(slots_with([slot.tree for slot in self._slots], invars))
-        return dataclasses.replace(
-            self,
-            params={path: next(new) for path in self.params},
-            state={path: next(new) for path in self.state},
-            rng=next(new),
-            args=next(new),
-        )
+        return dataclasses.replace(self, **self._each(fields, filled))
+
+    def _each(self, fields: Iterable[str], fun: Callable[[Slot], Any]) -> dict[str, Any]:
+        """The results of a function of the slots of fields."""
+        found = {
+            field: {path: fun(slot) for path, slot in self.slots(field).items()} for field in fields
+        }
+        return {field: x if field in ENTRIES else x[WHOLE] for field, x in found.items()}
 
     def arguments(self, arrays: Sequence[Array]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of `apply`, positional and by keyword, with these arrays in them."""
-        fill = _filling(arrays)
-        params = nested({path: fill(slot) for path, slot in self.params.items()})
-        state = nested({path: fill(slot) for path, slot in self.state.items()})
-        first = dict(params=params, state=state, rng=fill(self.rng))
-        bound = inspect.BoundArguments(self.signature, collections.OrderedDict(fill(self.args)))
-        return [*(first[name] for name in self.leading), *bound.args], bound.kwargs
+        values = self._values(ARGUMENTS, arrays)
+        bound = inspect.BoundArguments(self.signature, collections.OrderedDict(values["args"]))
+        return [*(values[name] for name in self.leading), *bound.args], bound.kwargs
 
     def merge_results(self, arrays: Sequence[Array]) -> Tree:
         """The return value of `apply`, with these arrays in it."""
-        fill = _filling([literal.array() if (literal := as_literal(x)) else x for x in arrays])
-        out = fill(self.results)
-        if not self.has_state:
-            return out
-        return out, nested({path: fill(slot) for path, slot in self.new_state.items()})
+        arrays = [literal.array() if (literal := as_literal(x)) else x for x in arrays]
+        values = self._values(RESULTS, arrays)
+        return (values["results"], values["new_state"]) if self.has_state else values["results"]
+
+    def _values(self, fields: Iterable[str], arrays: Iterable[Array]) -> dict[str, Tree]:
+        """The values of fields, with these arrays in them."""
+        rest = iter(arrays)
+        values = self._each(fields, lambda slot: slot.tree.merge(rest))
+        return {field: nested(x) if field in ENTRIES else x for field, x in values.items()}
 
     def of_init(self, params: Mapping[Path, Array], state: Mapping[Path, Array]) -> Tree:
         """The return value of `init`: the model's own entries among these."""
@@ -173,10 +188,6 @@ class Interface:
         arrays += self.rng.arrays_of(key_like(given.get("rng"), self.rng.atoms, draws), "rng")
         return arrays + self.args.arrays_of(given["args"])
 
-    def arrays_of_arguments(self, args: Any, kwargs: Any) -> list[Array]:
-        """The arrays in the arguments of the Haiku function only, checked."""
-        return self.args.arrays_of(named_arguments(self.signature, args, kwargs))
-
     @property
     def apply_signature(self) -> inspect.Signature:
         """The signature of `apply`."""
@@ -197,22 +208,6 @@ class Interface:
         except TypeError as e:
             raise TypeError(f"{e}. The arguments are {self.apply_signature}") from None
         return dict(first, args=named)
-
-
-def _atoms(slots: Sequence[Slot]) -> tuple[Atom, ...]:
-    return tuple(atom for slot in slots for atom in slot.atoms)
-
-
-def slots_with(trees: Sequence[Static], atoms: Sequence[Any]) -> list[Slot]:
-    """Slots with these structures, filled with these atoms in order."""
-    rest = iter(atoms)
-    return [Slot(tree, tuple(itertools.islice(rest, tree.num_arrays))) for tree in trees]
-
-
-def _filling(arrays: Sequence[Array]) -> Callable[[Slot], Any]:
-    """A function that returns the tree of one slot after the other, with these arrays in them."""
-    rest = iter(arrays)
-    return lambda slot: slot.tree.merge(rest)
 
 
 def named_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -237,15 +232,13 @@ def by_path(tree: Tree, kind: str = "params") -> dict[Path, Array]:
     Raises:
       TypeError: if the tree is something else.
     """
-    if not isinstance(tree, Mapping | None) or not all(
-        isinstance(entries, Mapping) for entries in (tree or {}).values()
-    ):
+    tree = {} if tree is None else tree
+    if not (isinstance(tree, Mapping) and all(isinstance(x, Mapping) for x in tree.values())):
         raise TypeError(
             f"{kind}: expected what init gives, a dictionary by module and name, got "
             f"{type(tree).__name__}"
         )
-    found = {} if tree is None else {module: dict(entries) for module, entries in tree.items()}
-    return {(module, name): x for module, entries in found.items() for name, x in entries.items()}
+    return {(module, name): x for module, entries in tree.items() for name, x in entries.items()}
 
 
 def nested(entries: Mapping[Path, Array]) -> dict[str, dict[str, Array]]:
@@ -259,6 +252,11 @@ def nested(entries: Mapping[Path, Array]) -> dict[str, dict[str, Array]]:
 def by_variable(slots: Mapping[Path, Slot]) -> dict[Any, Path]:
     """The paths of parameters or state, by variable."""
     return {v: path for path, slot in slots.items() for v in slot.atoms}
+
+
+def unread(slots: Mapping[Path, Slot], read: Mapping[Var, int]) -> set[Path]:
+    """The paths of the slots whose variables are not read; `read` says how often each one is."""
+    return {path for path, slot in slots.items() if not any(read[v] for v in slot.atoms)}
 
 
 def slot_of(x: Any) -> Slot:

@@ -15,9 +15,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from haiku_implicit.core.typing import Array
 from haiku_implicit.mox.program.interface import Path
 from haiku_implicit.mox.program.marks import Call, mark_p
-from haiku_implicit.mox.program.sources import (
+from haiku_implicit.mox.program.sites import (
     Sources,
-    is_known,
+    known_among,
     own_arguments,
     sources_in,
     sources_of_body,
@@ -61,7 +61,8 @@ class _Full:
     def _call(self, node: ModuleCall, known: Sources, prefix: str) -> ModuleCall:
         call = node.call
         if call is not None:
-            prefix = _prefix_of(node, known, prefix) if call.scope is None else ""
+            told = _told_by(node, known, prefix) if call.scope is None else ""
+            prefix = prefix if told is None else told
             if prefix:
                 call = self.with_path(call, f"{prefix}/{call.path}", prefix)
         new = dataclasses.replace(node, call=call)
@@ -84,12 +85,6 @@ class _Full:
         return with_changes(node, changes) if changes else node
 
 
-def _prefix_of(node: ModuleCall, known: Sources, around: str) -> str:
-    """The prefix of a call's path; by default the prefix of the paths around it."""
-    told = _told_by(node, known, around)
-    return around if told is None else told
-
-
 def _told_by(node: Node, known: Sources, around: str) -> str | None:
     """The prefix of a call's path, if the parameters that it reads tell it; else None.
 
@@ -99,15 +94,16 @@ def _told_by(node: Node, known: Sources, around: str) -> str | None:
         return None
     parts = list(_parts(node.children, known))
     equations = [(x, inner) for x, inner in parts if isinstance(x, Equation)]
-    reads = [inner[v] for x, inner in equations for v in x.inputs if is_known(v, inner)]
+    reads = [path for x, inner in equations for path in known_among(x.inputs, inner)]
     direct = list(_prefixes(reads, node.path))
     if direct:
         return around if around in direct else direct[0]
     for x, inner in parts:
-        told = _told_by(x, inner, around) if _is_below(x, node) else None
-        if told is not None:
-            return told
-    returned = [known[v] for v in node.returns if is_known(v, known)]
+        if isinstance(x, ModuleCall) and x.path.startswith(f"{node.path}/"):
+            told = _told_by(x, inner, around)
+            if told is not None:
+                return told
+    returned = known_among(node.returns, known)
     own = f"{around}/{node.path}/".lstrip("/")
     if any(f"{module}/".startswith(own) for module, _ in returned):
         return around
@@ -124,10 +120,6 @@ def _parts(nodes: Sequence[Node], known: Sources) -> Iterator[tuple[Any, Sources
                 yield from _parts(body.children, sources_of_body(node, body, known))
         else:
             yield node, known
-
-
-def _is_below(node: Node, above: ModuleCall) -> bool:
-    return isinstance(node, ModuleCall) and node.path.startswith(f"{above.path}/")
 
 
 def _prefixes(read: Iterable[Path], path: str) -> Iterator[str]:

@@ -1,25 +1,32 @@
-"""The program of a model: its tree, with its arguments and results."""
+"""The program of a model: its tree, with its arguments and results; how it is made and run."""
 
 import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import haiku as hk
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.bind import bind
 from haiku_implicit.core.transform import Static, tree_leaves_with_implicit
 from haiku_implicit.core.typing import Array, Params, State, Tree
-from haiku_implicit.mox.program import marks
+from haiku_implicit.mox.program import marks, tree
 from haiku_implicit.mox.program.interface import (
+    ANY_ARGUMENTS,
+    ARGUMENTS,
+    RESULTS,
+    WHOLE,
     Interface,
     Path,
+    Slot,
     as_key,
     by_path,
     by_variable,
@@ -27,12 +34,10 @@ from haiku_implicit.mox.program.interface import (
     named_arguments,
     slot_of,
     slots_of,
-    slots_with,
 )
 from haiku_implicit.mox.program.paths import with_full_paths
-from haiku_implicit.mox.program.run import run
-from haiku_implicit.mox.program.sources import depends
-from haiku_implicit.mox.program.tree import Body, Node, body_of
+from haiku_implicit.mox.program.sites import depends
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node, body_of
 from haiku_implicit.params.haiku.transformed import original_of, transform_implicit
 
 
@@ -84,8 +89,6 @@ class Program:
     @functools.cached_property
     def draws_random(self) -> bool:
         """Whether a result depends on the random key."""
-        if not any(self.body.uses[v] for v in self.interface.rng.atoms):
-            return False
         keys = set(self.interface.rng.atoms)
         return any(depends(self.body, [v in keys for v in self.body.invars]))
 
@@ -115,20 +118,16 @@ class Program:
         kind: Any = hk.TransformedWithState if self.has_state else hk.Transformed
         return kind(init=self.init, apply=apply)
 
-    def __copy__(self) -> "Program":
+    def __deepcopy__(self, memo: Any = None) -> "Program":
         return self  # nothing in it changes
 
-    def __deepcopy__(self, memo: Any) -> "Program":
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> Any:
         raise TypeError(
             "a module expression can't be pickled. save(path, mox) writes it to a file, and load(path) "
             "reads it"
         )
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
 
 
 def checked(call: str, x: Any) -> None:
@@ -139,12 +138,9 @@ def checked(call: str, x: Any) -> None:
       x: the argument.
     """
     if not isinstance(x, Program):
-        made = ": make one with make_mox(model)(*args)" if _is_transformed(x) else ""
+        transformed = isinstance(x, hk.Transformed | hk.TransformedWithState)
+        made = ": make one with make_mox(model)(*args)" if transformed else ""
         raise TypeError(f"{call}: mox has to be a module expression, got {type(x).__name__}{made}")
-
-
-def _is_transformed(x: Any) -> bool:
-    return isinstance(x, hk.Transformed | hk.TransformedWithState)
 
 
 ANY_KEY = "any key"
@@ -173,26 +169,19 @@ def program_of(
         signature.bind(*args, **kwargs)
     except TypeError:
         # The signature lacks arguments whose names Haiku also adds (an RNN's `state`).
-        signature = inspect.signature(lambda *args, **kwargs: None)
+        signature = ANY_ARGUMENTS
     named = named_arguments(signature, args, kwargs)
     given = with_shapes(transformed, args, kwargs, **given)
-    face = Interface(
-        leading,
-        signature,
-        params=slots_of(given["params"]),
-        state=slots_of(given["state"]),
-        rng=slot_of(given["rng"]),
-        args=slot_of(named),
-        results=slot_of(None),
-        new_state={},
-    )
+    params, state = slots_of(given["params"]), slots_of(given["state"])
+    rng, own = slot_of(given["rng"]), slot_of(named)
+    face = Interface(leading, signature, params, state, rng, own, slot_of(None), {})
     returned: dict[Any, Static] = {}
 
     def on_arrays(*arrays: Array) -> list[Any]:
         args, kwargs = face.arguments(arrays)
         out = apply(*args, **kwargs)
         out, state = out if has_state else (out, None)
-        parts = {path: marks.split(x) for path, x in {_OUT: out, **by_path(state)}.items()}
+        parts = {path: marks.split(x) for path, x in {WHOLE: out, **by_path(state)}.items()}
         returned.update({path: tree for path, (tree, _) in parts.items()})
         return [x for _, arrays in parts.values() for x in arrays]
 
@@ -201,11 +190,9 @@ def program_of(
         used, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
         closed = closed.replace(jaxpr=used)
     body = body_of("model", closed)
-    slots = slots_with(list(returned.values()), body.returns)
-    new_state = dict(zip(returned, slots, strict=True))
-    face = dataclasses.replace(
-        face.with_variables(body.invars), results=new_state.pop(_OUT), new_state=new_state
-    )
+    slots = {path: Slot(tree, ()) for path, tree in returned.items()}
+    face = dataclasses.replace(face, results=slots.pop(WHOLE), new_state=slots)
+    face = face.with_atoms(ARGUMENTS, body.invars).with_atoms(RESULTS, body.returns)
     body = with_full_paths(body, by_variable(face.params) | by_variable(face.state))
     return Program(body, face, transformed.init, implicit)
 
@@ -247,10 +234,6 @@ def _traced(
     return closed, error, results
 
 
-# Stands for the results among the paths of the returned state.
-_OUT = ("", "")
-
-
 def split_signature(apply: Any, has_state: bool) -> tuple[tuple[str, ...], inspect.Signature]:
     """The first arguments of an `apply`, and the signature of the Haiku function.
 
@@ -270,13 +253,13 @@ def with_shapes(
     transformed: Any, args: Any, kwargs: Any, *, params: Params, state: State, rng: Any
 ) -> dict[str, Any]:
     """The given `params`, `state` and `rng`; shapes from `init` replace missing ones."""
-    rng = _usual_key() if rng is ANY_KEY else as_key(rng)
+    rng = usual_key() if rng is ANY_KEY else as_key(rng)
     has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
     given = dict(params=params, state=state, rng=rng)
     if params is not None and (state is not None or not has_state):
         return given
     # An initializer may need a key even if the model gets none.
-    key = _usual_key() if rng is None else rng
+    key = usual_key() if rng is None else rng
     structure, arrays = marks.split((key, args, kwargs), is_array)
 
     def on_arrays(*arrays: Array) -> Any:
@@ -306,5 +289,110 @@ def init_called(what: str, way_out: str) -> Iterator[None]:
         raise
 
 
-def _usual_key() -> Array:
+def usual_key() -> Array:
+    """The shape and dtype of a key of the usual kind."""
     return jax.eval_shape(lambda: jax.random.PRNGKey(0))
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A pair of functions that replaces a node.
+
+    Attributes:
+      inputs: the arguments.
+      outputs: the variables of the results.
+      init: maps a random key and arrays to parameters and state.
+      apply: maps parameters, state, a random key and arrays to results, new state, and tapped values by
+        name.
+      replaces: whether the node itself does not run any more.
+    """
+
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Var, ...]
+    init: Callable[..., Any]
+    apply: Callable[..., Any]
+    replaces: bool = True
+
+
+def run(
+    body: Body,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    pieces: Mapping[int, Piece] | None = None,
+    run_piece: Callable[..., Sequence[Any]] | None = None,
+) -> list[Any]:
+    """Binds the equations of a program, in their order, to these values.
+
+    Under `marks.marking` the calls in it are marked again.
+
+    Args:
+      body: the program.
+      consts: values of its `constvars`.
+      args: values of its `invars`.
+      pieces: the pieces that run instead of nodes, by the `id` of the node.
+      run_piece: runs a piece on its arrays.
+
+    Returns:
+      The results of the program.
+    """
+    variables: Any = (*body.constvars, *body.invars)
+    env: dict[Any, Any] = dict(zip(variables, (*consts, *args), strict=True))
+    outer, last_uses, marked = source_info_util.current_name_stack(), body.last_uses, marks.active()
+    pieces = pieces or {}
+
+    def read(atom: Atom) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    def visit(nodes: Sequence[Any]) -> None:
+        for node in nodes:
+            if id(node) in pieces:
+                substitute(node, pieces[id(node)])
+            elif isinstance(node, Equation):
+                results = run_equation(node, list(map(read, node.inputs)), outer)
+                env.update(zip(node.outputs, results, strict=True))
+            else:
+                call(node)
+            for var in last_uses.get(id(node), ()):
+                env.pop(var, None)
+
+    def call(node: ModuleCall) -> None:
+        values = list(map(read, node.inputs))
+        if marked and node.call:
+            token, values = marks.begin(node.call, values, node.seen)
+        env.update(zip((var for var, _ in node.given), values, strict=True))
+        visit(node.children)
+        results = list(map(read, node.returns))
+        if marked and node.call:
+            results = marks.end(token, node.call, results, node.seen_results)
+        env.update(zip(node.outputs, results, strict=True))
+
+    def substitute(node: ModuleCall, new: Piece) -> None:
+        assert run_piece is not None
+        results = run_piece(new, *map(read, new.inputs))
+        others = tree.needed(node.children, tree.hidden(body, node).difference(new.outputs))
+        if others:
+            env.update((var, read(atom)) for var, atom in node.given)
+            visit(others)
+        env.update(zip(new.outputs, results, strict=True))
+
+    visit(body.children)
+    return list(map(read, body.returns))
+
+
+def run_equation(node: Equation, operands: Sequence[Array], outer: Any = None) -> list[Any]:
+    """Binds the primitive of an equation, with the name stack and the settings it was traced with.
+
+    Args:
+      node: the equation.
+      operands: its operands.
+      outer: the name stack around it; by default the current one.
+    """
+    eqn = node.eqn
+    info = eqn.source_info
+    stack = (source_info_util.current_name_stack() if outer is None else outer) + info.name_stack
+    params = dict(node.params_to_bind(marks.active()))
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        return bind(eqn.primitive, list(operands), params)

@@ -1,16 +1,186 @@
-"""Sites: nodes of a tree with their places, and the paths that new modules get there."""
+"""Places in a tree: the parameters in reach there, and the nodes to replace.
+
+`Sources` are the parameters among variables, also in the bodies of loops and calls. A `Place` is a body
+with its sources, and a `Site` a node with its place and the path that new modules get there.
+"""
 
 import collections
 import dataclasses
 import functools
+import itertools
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax.extend.core import Literal, Var
+from jax.extend.core import primitives as jex
+
+from haiku_implicit.core import compat
+from haiku_implicit.mox.program import tree
 from haiku_implicit.mox.program.interface import Path
-from haiku_implicit.mox.program.sources import Sources, sources_in, sources_of_body
-from haiku_implicit.mox.program.tree import Body, Equation, ModuleCall, Node, walk
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
+
+# The module and name of a parameter, by the variable that is this parameter (or one layer's slice).
+Sources = dict[Any, Path]
+
+
+def sources_in(nodes: Sequence[Node], known: Mapping[Any, Path]) -> Sources:
+    """The parameters in reach of a program's nodes.
+
+    An argument of a module's call does not count as a parameter within the call, unless it belongs to
+    the module or to a module below it.
+
+    Args:
+      nodes: the nodes.
+      known: the parameters among the program's arguments.
+    """
+    found = dict(known)
+    _add_sources(nodes, found)
+    return found
+
+
+def _add_sources(nodes: Sequence[Node], found: Sources) -> None:
+    for node in nodes:
+        if isinstance(node, ModuleCall):
+            found |= own_arguments(node, found)
+            _add_sources(node.children, found)
+            found |= handed(zip(node.outputs, node.returns, strict=True), found)
+
+
+def own_arguments(node: ModuleCall, known: Sources) -> Sources:
+    """The variables of a call's arguments that are parameters of the module itself."""
+    own = handed(node.given, known)
+    if node.cls is None:  # an inserted function is a part of the module around it
+        return own
+    return {v: path for v, path in own.items() if tree.is_below(path[0], node.path)}
+
+
+def is_known(atom: Atom, known: Container[Any]) -> bool:
+    """Whether an atom is one of some variables."""
+    return not isinstance(atom, Literal) and atom in known
+
+
+def known_among(atoms: Iterable[Atom], known: Mapping[Any, Any]) -> list[Any]:
+    """The entries of those atoms that are known."""
+    return [known[x] for x in atoms if is_known(x, known)]
+
+
+def handed(pairs: Iterable[tuple[Var, Atom]], known: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The entries of variables that are set to known atoms."""
+    return {v: known[x] for v, x in pairs if is_known(x, known)}
+
+
+def sources_of_body(node: Equation, body: Body, known: Mapping[Any, Path]) -> Sources:
+    """The parameters in reach of the nodes in a body of an equation."""
+    return sources_in(body.children, handed(given_to(node, body), known))
+
+
+def given_to(node: Equation, body: Body) -> list[tuple[Var, Atom]]:
+    """The arguments of a body of an equation, each with the operand that it is set to."""
+    inputs = list(node.inputs)
+    if node.primitive is jex.while_p:
+        num_cond, num_body = node.eqn.params["cond_nconsts"], node.eqn.params["body_nconsts"]
+        carry = inputs[num_cond + num_body :]
+        consts = inputs[:num_cond] if body.name == "cond_jaxpr" else inputs[num_cond:][:num_body]
+        inputs = [*consts, *carry]
+    # The first operand of a condition is the index of the branch.
+    return list(zip(body.invars, inputs[len(inputs) - len(body.invars) :], strict=True))
+
+
+def arity_of(node: Equation, body: Body) -> tuple[int, int]:
+    """How many constants an equation passes to one of its bodies, and how many carried values then."""
+    if node.primitive is jex.scan_p:
+        return compat.scan_arity(node.eqn.params, list(node.inputs))
+    num_carry = len(node.outputs) if node.primitive is jex.while_p else 0
+    return len(body.invars) - num_carry, num_carry
+
+
+def read_by(node: Node, known: Sources) -> Iterator[Path]:
+    """The parameters that a node reads, also in the bodies of its equations.
+
+    Arguments of a module's call do not count, unless they are parameters of the module itself.
+    """
+    if not isinstance(node, ModuleCall):
+        yield from _read_in([node], known)
+        return
+    atoms = (*(v for v, _ in node.given), *node.returns)
+    yield from known_among(atoms, known)
+    yield from _read_in(node.children, known)
+
+
+def _read_in(nodes: Sequence[Node], known: Sources) -> Iterator[Path]:
+    for x in (x for node in nodes for x in tree.walk(node, into_bodies=False)):
+        if isinstance(x, Body):
+            continue
+        read = known_among(tree.reads(x), known)
+        yield from read
+        if isinstance(x, Equation) and read:
+            for body in x.bodies:
+                yield from _read_in(body.children, sources_of_body(x, body, known))
+
+
+# --- dependence ------------------------------------------------------------------------------------
+
+
+def depends(body: Body, flags: Sequence[bool]) -> list[bool]:
+    """Which results of a program depend on some of its arguments.
+
+    Args:
+      body: the program.
+      flags: for each argument, whether it is one of them.
+    """
+    found = {v for v, flag in zip(body.invars, flags, strict=True) if flag}
+    for step in tree.steps(body.children):
+        if _any_of(step.inputs, found):
+            flags = _of_results(step.equation, found) if step.equation else [True]
+            found.update(itertools.compress(step.outputs, flags))
+    return [is_known(x, found) for x in body.returns]
+
+
+def _any_of(atoms: Sequence[Atom], found: Container[Any]) -> bool:
+    return any(is_known(x, found) for x in atoms)
+
+
+def _flags(node: Equation, body: Body, found: Container[Any]) -> list[bool]:
+    """For each argument of a body of an equation, whether it is one of the variables in `found`."""
+    return [is_known(x, found) for _, x in given_to(node, body)]
+
+
+def _of_results(node: Equation, found: Container[Any]) -> list[bool]:
+    """Which results of an equation depend on the variables in `found`."""
+    everything = [True] * len(node.outputs)
+    if node.primitive in (jex.scan_p, jex.while_p):
+        return _of_loop(node, found)
+    if node.primitive is jex.cond_p and _any_of(node.inputs[:1], found):
+        return everything
+    whole = [len(body.returns) == len(node.outputs) for body in node.bodies]
+    if not whole or not all(whole) or any(len(x.invars) > len(node.inputs) for x in node.bodies):
+        return everything
+    flags = [depends(body, _flags(node, body, found)) for body in node.bodies]
+    return [any(each) for each in zip(*flags, strict=True)]
+
+
+def _of_loop(node: Equation, found: Container[Any]) -> list[bool]:
+    """Which results of a loop depend on the variables in `found`, also by way of earlier steps."""
+    body = next(x for x in node.bodies if x.name != "cond_jaxpr")
+    flags = _flags(node, body, found)
+    start, num_carry = arity_of(node, body)
+    while True:
+        results = depends(body, flags)
+        carry = [x or y for x, y in zip(flags[start:], results[:num_carry], strict=False)]
+        new = [*flags[:start], *carry[:num_carry], *flags[start + num_carry :]]
+        if new == flags:
+            break
+        flags = new
+    for cond in (x for x in node.bodies if x.name == "cond_jaxpr"):
+        consts = _flags(node, cond, found)[: len(cond.invars) - num_carry]
+        if any(depends(cond, [*consts, *flags[start:]])):
+            return [True] * len(node.outputs)
+    return [*flags[start:][:num_carry], *results[num_carry:]]
+
+
+# --- places and sites -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +215,7 @@ class Place:
         """The prefix of the names in the body, such as the name of a stack of layers."""
         if self.outer is None:
             return ""
-        inside = walk(self.body, into_bodies=False)
+        inside = tree.walk(self.body, into_bodies=False)
         scopes = {x.call.scope for x in inside if isinstance(x, ModuleCall) and x.call}
         found = scopes - {None, ""}
         return posixpath.commonpath(map(str, found)) if found else self.outer.scope

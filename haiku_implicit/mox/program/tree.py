@@ -134,6 +134,12 @@ class ModuleCall:
         return self.call.method if self.call else ""
 
     @property
+    def kind(self) -> str:
+        """The class of the module, and the method unless it is `__call__`."""
+        method = "" if self.method in ("", "__call__") else f".{self.method}"
+        return f"{self.type_name or 'function'}{method}"
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """The arguments that the module was constructed with, by their names."""
         return self.call.config if self.call else {}
@@ -185,11 +191,6 @@ class Body:
     def inputs(self) -> tuple[Var, ...]:
         """The arguments of the program."""
         return self.invars
-
-    @property
-    def is_differentiated(self) -> bool:
-        """Always False: only the equation around a body knows this."""
-        return False
 
     @property
     def outputs(self) -> tuple[Atom, ...]:
@@ -358,9 +359,24 @@ def steps(nodes: Sequence[Node]) -> Iterator[Step]:
             yield from (Step((v,), (x,)) for v, x in pairs)
 
 
+def with_constants(body: Body, others: Iterable[Body]) -> Body:
+    """A program that has the constants of other programs, too."""
+    bodies = (body, *others)
+    return dataclasses.replace(
+        body,
+        constvars=tuple(v for x in bodies for v in x.constvars),
+        consts=tuple(c for x in bodies for c in x.consts),
+    )
+
+
 def setting(*given: tuple[Var, Atom]) -> ModuleCall:
     """A node that sets variables to other atoms."""
     return ModuleCall(None, given, (), (), ())
+
+
+def is_below(path: str, above: str) -> bool:
+    """Whether a path is the path of a module, or of a module or parameter below it."""
+    return f"{path}/".startswith(f"{above}/")
 
 
 def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
@@ -377,23 +393,16 @@ def walk(node: Node, into_bodies: bool = True) -> Iterator[Node]:
 
 
 def equations_in(body: Body) -> Iterator[JaxprEqn]:
-    """The equations of a program, also the ones in their parameters, in arbitrary order."""
-    nodes: list[Node] = list(body.children)
-    jaxprs: list[Any] = []
-    while nodes:  # as in `uses`
-        node = nodes.pop()
-        if isinstance(node, Equation):
-            yield node.eqn
-            jaxprs += [jaxpr for _, jaxpr in jaxprs_of(node.eqn.params)]
-        else:
-            nodes += node.children
+    """The equations of a program and, once each, of the programs in it, in arbitrary order."""
+    eqns = [x.eqn for x in walk(body, into_bodies=False) if isinstance(x, Equation)]
     seen: set[int] = set()
-    while jaxprs:
-        jaxpr = jaxprs.pop()
-        if id(jaxpr) not in seen:
-            seen.add(id(jaxpr))
-            yield from jaxpr.eqns
-            jaxprs += [inner for eqn in jaxpr.eqns for _, inner in jaxprs_of(eqn.params)]
+    while eqns:
+        eqn = eqns.pop()
+        yield eqn
+        for _, jaxpr in jaxprs_of(eqn.params):
+            if id(jaxpr) not in seen:
+                seen.add(id(jaxpr))
+                eqns += jaxpr.eqns
 
 
 def calls(root: Any) -> Iterator[ModuleCall]:
@@ -482,15 +491,12 @@ def _merge_last(open_calls: list[tuple[Any, list[Node]]]) -> None:
 
 
 def _module_call(begin: Any, end: JaxprEqn, children: Sequence[Node]) -> ModuleCall:
-    return ModuleCall(
-        end.params["call"],
-        () if begin is None else tuple(zip(begin.outvars[1:], begin.invars, strict=True)),
-        tuple(children),
-        tuple(end.invars[1:]),
-        tuple(end.outvars),
-        () if begin is None else begin.params["seen"],
-        end.params["seen"],
-    )
+    given: Any = ()
+    seen: Any = ()
+    if begin is not None:
+        given, seen = tuple(zip(begin.outvars[1:], begin.invars, strict=True)), begin.params["seen"]
+    call, returns, outputs = end.params["call"], tuple(end.invars[1:]), tuple(end.outvars)
+    return ModuleCall(call, given, tuple(children), returns, outputs, seen, end.params["seen"])
 
 
 def _leaf(eqn: JaxprEqn) -> Equation:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from haiku_implicit.mox.program.interface import Interface, described
+from haiku_implicit.mox.program.interface import ARGUMENTS, ENTRIES, RESULTS, Interface, described
 from haiku_implicit.mox.program.program import Program
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, jaxprs_of
 from haiku_implicit.mox.show import view
@@ -53,7 +53,7 @@ def differences(a: Program, b: Program) -> Iterator[str]:
     for sign, (one, other) in (("-", faces), ("+", faces[::-1])):
         yield from (sign + text for text in one if text not in other)
     old, new = (list(_lines_of(x)) for x in (a, b))
-    blocks = list(_blocks([x.text for x in old], [x.text for x in new]))
+    blocks = _blocks([x.text for x in old], [x.text for x in new])
     same = {
         id(x.node): y.node
         for i, j, k, m in blocks
@@ -70,14 +70,11 @@ def differences(a: Program, b: Program) -> Iterator[str]:
             yield from _changes(x, y, same, partners)
 
 
-def _blocks(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
+def _blocks(old: Sequence[str], new: Sequence[str]) -> list[Sequence[int]]:
     """Pairs of ranges in two lists of lines that are equal, or that replace each other."""
     if old == new:
-        yield 0, len(old), 0, len(new)
-        return
-    for _, *block in difflib.SequenceMatcher(None, old, new).get_opcodes():
-        i, j, k, m = block
-        yield i, j, k, m
+        return [(0, len(old), 0, len(new))]
+    return [block for _, *block in difflib.SequenceMatcher(None, old, new).get_opcodes()]
 
 
 def _changes(x: Line, y: Line, same: Mapping[int, Any], partners: set[int]) -> Iterator[str]:
@@ -107,11 +104,10 @@ def _changes(x: Line, y: Line, same: Mapping[int, Any], partners: set[int]) -> I
 
 def _face_lines(face: Interface) -> Iterator[str]:
     """Lines for arguments, parameters, state and results."""
-    for kind, label in (("params", "parameter"), ("state", "state"), ("new_state", "new state")):
-        for path, slot in getattr(face, kind).items():
-            yield f"{label} {'/'.join(path)}: {_types(slot.atoms)}"
-    for label, slot in (("rng", face.rng), ("arguments", face.args), ("results", face.results)):
-        yield f"{label} {described(slot.tree)}: {_types(slot.atoms)}"
+    for field in (*ENTRIES, "rng", "args", "results"):
+        for path, slot in face.slots(field).items():
+            name = "/".join(path) if field in ENTRIES else described(slot.tree)
+            yield f"{(ARGUMENTS | RESULTS)[field]} {name}: {_types(slot.atoms)}"
 
 
 def _types(atoms: Sequence[Atom]) -> str:
@@ -119,20 +115,18 @@ def _types(atoms: Sequence[Atom]) -> str:
 
 
 def _lines_of(mox: Program) -> Iterator[Line]:
-    face, env = mox.interface, dict[Any, Origin]()
-    entries = {"parameter": face.params, "state": face.state, "": {("rng", "key"): face.rng}}
-    for label, slots in entries.items():
-        for path, slot in slots.items():
-            name = f"the {label} {'/'.join(path)}".replace("the  rng/key", "the random key")
-            env |= _named(name, slot.atoms)
+    face = mox.interface
+    env = _named("the random key", face.rng.atoms)
     env |= _named("array {} of the arguments", face.args.atoms)
+    for field in ("params", "state"):
+        for path, slot in face.slots(field).items():
+            env |= _named(f"the {ARGUMENTS[field]} {'/'.join(path)}", slot.atoms)
     results = {"result": face.results}
     results |= {f"the new state {'/'.join(path)}": x for path, x in face.new_state.items()}
-    returned = {
-        (name if len(slot.atoms) == 1 else f"{name} {i}"): v
-        for name, slot in results.items()
-        for i, v in enumerate(slot.atoms)
-    }
+    returned: dict[str, Any] = {}
+    for name, slot in results.items():
+        several = len(slot.atoms) > 1
+        returned |= {f"{name} {i}" if several else name: v for i, v in enumerate(slot.atoms)}
     yield from _lines_of_body(mox.body, "model", env, returned, 0)
 
 
@@ -157,11 +151,8 @@ def _lines_of_body(
     consts = dict(zip(body.constvars, body.consts, strict=False))
     env |= {v: Origin(_text_of(x), _bits(x)) for v, x in consts.items()}
     handed = [*body.constvars, *body.invars]
-    env |= {
-        v: Origin(f"argument {i} of {body.name}", i, body)
-        for i, v in enumerate(handed)
-        if v not in env
-    }
+    own = {v: Origin(f"argument {i} of {body.name}", i, body) for i, v in enumerate(handed)}
+    env |= own | env
     lines = list(_lines(body.children, env, depth))
     reads = {name: _origin(v, env) for name, v in returned.items()}
     yield Line(text, body, reads, {})

@@ -7,19 +7,10 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
+from haiku_implicit.mox.program import tree
 from haiku_implicit.mox.program.interface import Interface, Slot, by_variable
-from haiku_implicit.mox.program.sites import Place
-from haiku_implicit.mox.program.sources import arguments_of
-from haiku_implicit.mox.program.tree import (
-    Atom,
-    Body,
-    Equation,
-    Node,
-    defined_in,
-    reads,
-    variables,
-    walk,
-)
+from haiku_implicit.mox.program.sites import Place, given_to, known_among
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, Node
 from haiku_implicit.mox.show.flops import label_of_loop
 from haiku_implicit.mox.show.view import clean, is_hidden
 
@@ -94,8 +85,7 @@ class _Graph:
     def _bodies(self, node: Equation, place: Place, origins: Origins, level: int) -> Iterator[str]:
         """The lines of the bodies of an equation."""
         for body in node.bodies:
-            given = zip(body.invars, arguments_of(node, body), strict=False)
-            inner = {v: _boxes(origins, x) for v, x in given}
+            inner = {v: _boxes(origins, x) for v, x in given_to(node, body)}
             lines = self._nodes(body.children, place.inside(node, body), inner, level)
             yield from lines if len(node.bodies) == 1 else self._cluster(body.name, lines)
             if body.name != "cond_jaxpr":
@@ -105,8 +95,9 @@ class _Graph:
     def _box(self, node: Node, label: str, origins: Origins) -> str:
         """The line of a node that is drawn without its contents."""
         name = self._name()
-        own = defined_in(node)
-        read = (v for x in walk(node, into_bodies=False) for v in variables(reads(x)))
+        own = tree.defined_in(node)
+        inside = tree.walk(node, into_bodies=False)
+        read = (v for x in inside for v in tree.variables(tree.reads(x)))
         self._connect([v for v in read if v not in own], origins, name)
         origins |= {v: {name} for v in own}
         return f"  {name} [label={_quoted(label)}];"
@@ -140,8 +131,7 @@ def _arrays(slot: Slot) -> Iterator[tuple[str, Any]]:
 
 def _label(node: Equation, place: Place) -> str:
     """The primitive, and the names of the parameters that an equation reads."""
-    known = place.known
-    read = (known[v][1] for v in node.inputs if isinstance(v, Var) and v in known)
+    read = (name for _, name in known_among(node.inputs, place.known))
     return "\n".join([node.label, *dict.fromkeys(read)])
 
 

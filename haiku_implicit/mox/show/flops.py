@@ -53,14 +53,10 @@ def _size(atom: Atom) -> int:
 
 
 def _of_dot(eqn: Any) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    shape = eqn.invars[0].aval.shape
-    return 2 * _size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
-
-
-def _of_ragged_dot(eqn: Any) -> int:
-    """Counts a ragged product, in which each row is multiplied by one of the matrices."""
-    (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    """Counts a product; in a ragged one, each row is multiplied by one of the matrices."""
+    numbers = eqn.params.get("dimension_numbers")
+    numbers = numbers or eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    (contracted, _), _ = numbers
     shape = eqn.invars[0].aval.shape
     return 2 * _size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
 
@@ -70,25 +66,15 @@ def _of_conv(eqn: Any) -> int:
     lhs, rhs, out = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
     pairs = lhs[numbers.lhs_spec[0]] // params["batch_group_count"]
     pairs *= rhs[numbers.rhs_spec[0]] * rhs[numbers.rhs_spec[1]]
-    for i, stride in enumerate(params["window_strides"]):
-        pairs *= _num_inside(
-            lhs[numbers.lhs_spec[2 + i]],
-            rhs[numbers.rhs_spec[2 + i]],
-            out[numbers.out_spec[2 + i]],
-            stride,
-            params["padding"][i][0],
-            params["lhs_dilation"][i],
-            params["rhs_dilation"][i],
-        )
+    axes = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    windows = zip(params["window_strides"], params["padding"], strict=True)
+    dilations = zip(params["lhs_dilation"], params["rhs_dilation"], strict=True)
+    each = zip(axes, windows, dilations, strict=True)
+    for (i, j, k), (stride, (low, _)), (of_lhs, of_rhs) in each:
+        # The pairs of a kernel's and a result's position that meet a number, not padding.
+        at = np.arange(out[k])[:, None] * stride + np.arange(rhs[j]) * of_rhs - low
+        pairs *= int(((at >= 0) & (at % of_lhs == 0) & (at // of_lhs < lhs[i])).sum())
     return 2 * pairs
-
-
-def _num_inside(
-    lhs: int, rhs: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
-) -> int:
-    """How many pairs of kernel position and result position meet a number, not padding."""
-    at = np.arange(out)[:, None] * stride + np.arange(rhs) * rhs_dilation - low
-    return int(((at >= 0) & (at % lhs_dilation == 0) & (at // lhs_dilation < lhs)).sum())
 
 
 def _of_reduction(eqn: JaxprEqn) -> int:
@@ -112,7 +98,7 @@ _MOVES = frozenset(
 
 _RULES: dict[str, Callable[[Any], int]] = {
     "dot_general": _of_dot,
-    "ragged_dot_general": _of_ragged_dot,
+    "ragged_dot_general": _of_dot,
     "conv_general_dilated": _of_conv,
     **dict.fromkeys(
         "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "

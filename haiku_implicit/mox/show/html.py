@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from haiku_implicit.mox.program.interface import Path
-from haiku_implicit.mox.show.outline import Row, Sizes, totals, with_unit
+from haiku_implicit.mox.show.outline import Row, totals, with_unit
 from haiku_implicit.mox.show.view import clean
 
 
@@ -18,17 +18,16 @@ class Colors:
 
     Args:
       values: numbers by the path of a module or a parameter; None for the bytes of parameters.
-      sizes: the sizes of the parameters.
-      modules: the paths of modules.
+      root: the row of the model.
 
     Raises:
       ValueError: if a path is not in the model, or a value is not a number.
     """
 
-    def __init__(self, values: Mapping[str, Any] | None, sizes: Sizes, modules: set[str]):
-        self.sizes = sizes
+    def __init__(self, values: Mapping[str, Any] | None, root: Row):
+        sizes = root.sizes
         self.given = None if values is None else {k: _number(k, x) for k, x in values.items()}
-        known = {*modules, *map("/".join, sizes.avals)}
+        known = {*(row.path for row in _all(root) if row.kind), *map("/".join, sizes.avals)}
         for path in self.given or ():
             if path not in known:
                 close = difflib.get_close_matches(path, known) or sorted(known)[:5]
@@ -38,8 +37,7 @@ class Colors:
                 )
         found = [x for x in (self.given or {}).values() if math.isfinite(x)]
         if self.given is None:
-            found = [self.sizes.nbytes([path]) for path in sizes.avals]
-            found.append(self.sizes.nbytes(sizes.avals))
+            found = [*(sizes.nbytes([path]) for path in sizes.avals), sizes.nbytes(sizes.avals)]
         self.low, self.high = min(found, default=0.0), max(found, default=0.0)
 
     def of_parameter(self, path: Path) -> float | None:
@@ -85,9 +83,9 @@ def _number(path: str, x: Any) -> float:
         raise ValueError(f"values: expected a number for {path!r}, got {x!r}") from None
 
 
-def page(root: Row, sizes: Sizes, values: Mapping[str, Any] | None = None) -> str:
+def page(root: Row, values: Mapping[str, Any] | None = None) -> str:
     """The page of an expression: see `Mox.to_html`."""
-    colors = Colors(values, sizes, {row.path for row in _all(root) if row.kind})
+    colors = Colors(values, root)
     hashed = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'"
     what = "bytes of parameters (logarithmic)" if values is None else "values"
@@ -101,10 +99,10 @@ def page(root: Row, sizes: Sizes, values: Mapping[str, Any] | None = None) -> st
             '<header><input id="q" type="search" placeholder="Search: name, class, primitive, a/path"',
             ' autocomplete="off"><span id="n"></span><button id="open">Unfold all</button>',
             f'<button id="close">Fold all</button><span class="l">{legend}</span></header>',
-            f"<p>{_escape(root.shapes)}<br>{_escape(totals(root, sizes))}</p><main>",
+            f"<p>{_escape(root.shapes)}<br>{_escape(totals(root))}</p><main>",
             f'<div class="h">{"" if values is None else "<b>values</b>"}<b>bytes</b><b>flops</b>',
             "<b>parameters</b></div>",
-            *_inside(root, sizes, colors, _num_open(root)),
+            *_inside(root, colors, _num_open(root)),
             f"</main><script>{_SCRIPT}</script></body></html>\n",
         ]
     )
@@ -141,9 +139,10 @@ def _num_open(root: Row) -> int:
 _MAX_SHOWN = 40
 
 
-def _module(row: Row, sizes: Sizes, colors: Colors, num_open: int) -> Iterator[str]:
+def _module(row: Row, colors: Colors, num_open: int) -> Iterator[str]:
     """The HTML of a row and its contents."""
     found = " ".join([row.label, row.kind, *row.own_primitives]).lower()
+    sizes = row.sizes
     count = f"{sizes.count(row.read):,}" if row.read else ""
     yield (
         f'<details class="r" data-t="{_escape(found)}" data-p="{_escape(row.path.lower())}"'
@@ -153,11 +152,12 @@ def _module(row: Row, sizes: Sizes, colors: Colors, num_open: int) -> Iterator[s
         f"{colors.cells(colors.of_row(row), sizes.nbytes(row.read))}"
         f"<b>{with_unit(row.flops, '')}</b><b>{count}</b></summary>"
     )
-    yield from _inside(row, sizes, colors, num_open)
+    yield from _inside(row, colors, num_open)
     yield "</details>"
 
 
-def _inside(row: Row, sizes: Sizes, colors: Colors, num_open: int) -> Iterator[str]:
+def _inside(row: Row, colors: Colors, num_open: int) -> Iterator[str]:
+    sizes = row.sizes
     own = (f"{name} × {n}" if n > 1 else name for name, n in row.own_primitives.most_common())
     if about := " · ".join(x for x in (row.path, ", ".join(own)) if x):
         yield f'<div class="e">{_escape(about)}</div>'
@@ -171,7 +171,7 @@ def _inside(row: Row, sizes: Sizes, colors: Colors, num_open: int) -> Iterator[s
             f"<b></b><b>{sizes.count([path]):,}</b></div>"
         )
     for inner in row.rows:
-        yield from _module(inner, sizes, colors, num_open - 1)
+        yield from _module(inner, colors, num_open - 1)
 
 
 _STYLE = """

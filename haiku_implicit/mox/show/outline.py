@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,8 @@ from typing import Any
 
 from haiku_implicit.core.typing import Aval
 from haiku_implicit.mox.program.interface import Interface, Path, by_variable
-from haiku_implicit.mox.program.sites import Place
-from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node, variables, walk
+from haiku_implicit.mox.program.sites import Place, known_among
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node, walk
 from haiku_implicit.mox.show.flops import flops, label_of_loop, times
 from haiku_implicit.mox.show.view import is_hidden
 
@@ -23,6 +24,7 @@ class Row:
     Attributes:
       node: the node.
       shapes: the shapes of its arguments and results.
+      sizes: the sizes of the model's parameters.
       path: the full path of the module; for a loop or branch, of the module around it.
       times: how often it runs in loops, as far as known.
       rows: the rows in it.
@@ -33,6 +35,7 @@ class Row:
 
     node: Any
     shapes: str
+    sizes: "Sizes"
     path: str = ""
     times: int = 1
     rows: list["Row"] = dataclasses.field(default_factory=list)
@@ -50,10 +53,7 @@ class Row:
     @property
     def kind(self) -> str:
         """The class of the module, and the method unless it is `__call__`."""
-        if not isinstance(self.node, ModuleCall):
-            return ""
-        method = "" if self.node.method in ("", "__call__") else f".{self.node.method}"
-        return f"{self.node.type_name or 'function'}{method}"
+        return self.node.kind if isinstance(self.node, ModuleCall) else ""
 
     @property
     def own_primitives(self) -> collections.Counter[str]:
@@ -67,21 +67,20 @@ class Row:
         return sorted(self.read.difference(*(row.read for row in self.rows)))
 
     @functools.cached_property
-    def look(self) -> Any:
-        """A key that is equal for rows that differ only by the numbers in their names."""
+    def look(self) -> int:
+        """A number that is equal for rows that differ only by the numbers in their names."""
         stem = re.sub(r"_?\d+", "", self.label)
         inner = tuple(row.look for row in self.rows)
-        return _Look((stem, self.kind, self.shapes, self.flops, len(self.read), inner))
+        return _number_of((stem, self.kind, self.shapes, self.flops, len(self.read), inner))
 
 
-class _Look(tuple[Any, ...]):
-    """A tuple that stores its hash, which is slow to compute for deeply nested tuples."""
+@functools.cache
+def _number_of(look: Any) -> int:
+    """A number for each look: nested tuples would be hashed again and again."""
+    return next(_NUMBERS)
 
-    def __hash__(self) -> int:
-        own: int | None = self.__dict__.get("hash")
-        if own is None:
-            own = self.__dict__["hash"] = super().__hash__()
-        return own
+
+_NUMBERS = itertools.count()
 
 
 class Sizes:
@@ -115,7 +114,7 @@ def outline(body: Body, interface: Interface) -> Row:
       body: the tree of the model.
       interface: its arguments and results.
     """
-    row = Row(body, _shapes(interface.inputs, interface.results.atoms))
+    row = Row(body, _shapes(interface.inputs, interface.results.atoms), Sizes(interface))
     _fill(row, body.children, Place(body, by_variable(interface.params)))
     return row
 
@@ -131,25 +130,25 @@ def _fill(row: Row, nodes: Sequence[Node], place: Place) -> None:
         elif is_hidden(node):
             _fill(row, node.children, place)
         else:
-            inner = _row(node, getattr(node, "path", "") or row.path, row.times)
+            inner = _row(node, row, getattr(node, "path", ""))
             _fill(inner, node.children, place)
             _add(row, inner)
-            row.read.update(place.known[v] for v in variables(node.inputs) if v in place.known)
+            row.read.update(known_among(node.inputs, place.known))
 
 
 def _add_equation(row: Row, node: Equation, place: Place) -> None:
-    known = place.known
-    row.read.update(known[v] for v in variables(node.inputs) if v in known)
+    row.read.update(known_among(node.inputs, place.known))
     row.primitives.update(x.primitive.name for x in walk(node) if isinstance(x, Equation))
     row.flops += row.times * flops(node)
 
 
 def _add_bodies(row: Row, node: Equation, place: Place) -> None:
     """Adds an equation with calls of modules in its bodies."""
-    outer = _row(node, row.path, row.times * times(node))
+    outer = _row(node, row)
+    outer.times *= times(node)
     outer.primitives[node.primitive.name] += 1
     for body in node.bodies:
-        inner = outer if len(node.bodies) == 1 else _row(body, row.path, outer.times)
+        inner = outer if len(node.bodies) == 1 else _row(body, outer)
         _fill(inner, body.children, place.inside(node, body))
         if inner is not outer:
             _add(outer, inner)
@@ -165,8 +164,9 @@ def _add(row: Row, inner: Row) -> None:
     row.flops += inner.flops
 
 
-def _row(node: Node, path: str, times: int) -> Row:
-    return Row(node, _shapes(node.inputs, node.outputs), path, times)
+def _row(node: Node, around: Row, path: str = "") -> Row:
+    shapes = _shapes(node.inputs, node.outputs)
+    return Row(node, shapes, around.sizes, path or around.path, around.times)
 
 
 def _shapes(inputs: Sequence[Atom], outputs: Sequence[Atom]) -> str:
@@ -210,10 +210,8 @@ def _longest_run(looks: Sequence[Any], start: int) -> tuple[int, int]:
     best = (1, 1)
     for period in range(1, min(_MAX_PERIOD, (len(looks) - start) // 2) + 1):
         number = 1
-        while (
-            looks[start : start + period]
-            == looks[start + number * period : start + (number + 1) * period]
-        ):
+        pattern = looks[start : start + period]
+        while looks[start + number * period : start + (number + 1) * period] == pattern:
             number += 1
         if number > 1 and period * number > best[0] * best[1]:
             best = (period, number)
@@ -239,29 +237,28 @@ def name_of_run(rows: Sequence[Row]) -> str:
 # --- text ------------------------------------------------------------------------------------------
 
 
-def text(root: Row, sizes: Sizes, depth: int | None = None) -> str:
+def text(root: Row, depth: int | None = None) -> str:
     """The text of an outline: a line for each call of a module, and totals.
 
     Args:
       root: the row of a whole model.
-      sizes: the sizes of its parameters.
       depth: how many levels of modules to show; None for all.
     """
     if depth is not None and (not isinstance(depth, int) or depth < 0):
         raise ValueError(f"depth: expected a number of levels, 0 or more, or None, got {depth!r}")
-    lines = [f"model: {root.shapes}", *_lines(root, sizes, depth)]
+    lines = [f"model: {root.shapes}", *_lines(root, depth)]
     if depth is not None and depth < height(root):
         lines.append(f"(to depth {depth} of {height(root)})")
-    return "\n".join([*lines, totals(root, sizes)])
+    return "\n".join([*lines, totals(root)])
 
 
-def short_text(root: Row, sizes: Sizes, max_lines: int = 60) -> str:
+def short_text(root: Row, max_lines: int = 60) -> str:
     """The text of an outline, to the largest depth with at most `max_lines` lines."""
     for depth in range(height(root), 1, -1):
-        shown = text(root, sizes, depth)
+        shown = text(root, depth)
         if shown.count("\n") < max_lines:
             return shown
-    return text(root, sizes, 1)
+    return text(root, 1)
 
 
 def height(row: Row) -> int:
@@ -269,9 +266,9 @@ def height(row: Row) -> int:
     return max((1 + height(inner) for inner in row.rows), default=0)
 
 
-def totals(root: Row, sizes: Sizes) -> str:
+def totals(root: Row) -> str:
     """The totals of a model: `1,234 parameters (4.94 kB), 25 equations, 12.3 kflop`."""
-    paths = list(sizes.avals)
+    sizes, paths = root.sizes, root.sizes.avals
     return (
         f"{sizes.count(paths):,} parameters ({with_unit(sizes.nbytes(paths), 'B')}), "
         f"{root.primitives.total():,} equations, {with_unit(root.flops, 'flop')}"
@@ -287,7 +284,7 @@ def with_unit(number: float, unit: str) -> str:
     raise AssertionError
 
 
-def _lines(row: Row, sizes: Sizes, depth: int | None, indent: str = "  ") -> Iterator[str]:
+def _lines(row: Row, depth: int | None, indent: str = "  ") -> Iterator[str]:
     if depth == 0:
         return
     below = None if depth is None else depth - 1
@@ -298,12 +295,12 @@ def _lines(row: Row, sizes: Sizes, depth: int | None, indent: str = "  ") -> Ite
             inner = f"{indent}  "
         for rows in run:
             times = f" × {number}" if number > 1 and len(run) == 1 else ""
-            yield inner + _line(name_of_run(rows) + times, rows[0], sizes, number > 1)
-            yield from _lines(rows[0], sizes, below, f"{inner}  ")
+            yield inner + _line(name_of_run(rows) + times, rows[0], number > 1)
+            yield from _lines(rows[0], below, f"{inner}  ")
 
 
-def _line(label: str, row: Row, sizes: Sizes, each: bool) -> str:
+def _line(label: str, row: Row, each: bool) -> str:
     kind = f": {row.kind}" if row.kind else ":"
-    count = sizes.count(row.read)
+    count = row.sizes.count(row.read)
     suffix = f"  {count:,} parameters{' each' if each else ''}" if count else ""
     return f"{label}{kind}  {row.shapes}{suffix}"

@@ -13,15 +13,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from haiku_implicit.core.typing import Array, Aval
-from haiku_implicit.mox.program.tree import (
-    Atom,
-    Body,
-    Equation,
-    ModuleCall,
-    Node,
-    function_name,
-    walk,
-)
+from haiku_implicit.mox.program import tree
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
 
 # The attributes of every call of a module. Constructor arguments of these names get the prefix `arg.`.
 _OWN = ("type", "name", "path", "method", "inputs", "outputs")
@@ -58,9 +51,8 @@ class View:
         self._check_booleans(xpath)
         found = _WITH_ATTRIBUTE.fullmatch(xpath)
         try:
-            result = self.root.xpath(
-                f"/descendant::{found[1]}" if found else xpath, smart_strings=False
-            )
+            faster = f"/descendant::{found[1]}" if found else xpath
+            result = self.root.xpath(faster, smart_strings=False)
         except (self.etree.XPathError, ValueError) as e:
             raise ValueError(f"query: {xpath!r} is not an XPath expression: {e}") from None
         if not isinstance(result, list):
@@ -107,7 +99,7 @@ def _of_equation(node: Equation) -> dict[str, str]:
     found = {"inputs": _avals(node.inputs), "outputs": _avals(node.outputs)}
     if params := node.eqn.params:
         _put_texts(found, params, ("inputs", "outputs"))
-        if name := function_name(node.eqn):
+        if name := tree.function_name(node.eqn):
             found["name"] = clean(name)
     return found
 
@@ -222,7 +214,7 @@ def _lxml() -> Any:
 
 def visible(root: Body) -> Iterator[Node]:
     """The nodes of a tree without calls of constructors, in the order in which they run."""
-    return (node for node in walk(root) if not is_hidden(node))
+    return (node for node in tree.walk(root) if not is_hidden(node))
 
 
 def calls(root: Body) -> list[ModuleCall]:
@@ -230,7 +222,7 @@ def calls(root: Body) -> list[ModuleCall]:
 
     If a module itself is called, its other methods and properties are left out.
     """
-    found = [node for node in visible(root) if isinstance(node, ModuleCall)]
+    found = list(tree.calls(root))
     itself = {node.path for node in found if node.method in _CALLS}
     return [x for x in found if x.method in _CALLS or x.path not in itself]
 
@@ -275,11 +267,8 @@ def _match(parts: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
         return not parts
     if patterns[0] == "**":
         return any(_match(parts[i:], patterns[1:]) for i in range(len(parts) + 1))
-    return (
-        bool(parts)
-        and fnmatch.fnmatchcase(parts[0], patterns[0])
-        and _match(parts[1:], patterns[1:])
-    )
+    fits = bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0])
+    return fits and _match(parts[1:], patterns[1:])
 
 
 def is_xpath(where: str) -> bool:
@@ -288,6 +277,7 @@ def is_xpath(where: str) -> bool:
 
 
 Where = Any
+_NODES = (ModuleCall, Equation, Body)
 
 
 def find(mox: Any, where: Where) -> list[Node]:
@@ -302,13 +292,11 @@ def find(mox: Any, where: Where) -> list[Node]:
       ValueError: if no node is found. The error names similar or existing nodes.
       TypeError: if `where` is something else.
     """
-    if isinstance(where, ModuleCall | Equation | Body):
+    if isinstance(where, _NODES):
         return [where]
     if isinstance(where, str):
         found = mox.query(where) if is_xpath(where) else mox[where]
-        if not isinstance(found, list) or not all(
-            isinstance(x, ModuleCall | Equation | Body) for x in found
-        ):
+        if not isinstance(found, list) or not all(isinstance(x, _NODES) for x in found):
             raise ValueError(f"where: {where!r} gives {found!r}, and not nodes")
     elif isinstance(where, Sequence):
         found = _in_order(mox.body, [x for part in where for x in find(mox, part)])
@@ -328,7 +316,7 @@ def find(mox: Any, where: Where) -> list[Node]:
 
 def _in_order(root: Body, nodes: Sequence[Node]) -> list[Node]:
     """Nodes without repetitions, in the order in which they run."""
-    places = {id(node): i for i, node in enumerate(walk(root))}
+    places = {id(node): i for i, node in enumerate(tree.walk(root))}
     unique = {id(node): node for node in nodes}
     return sorted(unique.values(), key=lambda node: places.get(id(node), 0))
 
