@@ -31,7 +31,7 @@ from haiku_implicit.quantized.layout import Order, matrices, sizes
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products import reference
-from haiku_implicit.quantized.products.by_parts import by_parts, is_wanted
+from haiku_implicit.quantized.products.by_parts import Fixed, by_parts, is_wanted
 from haiku_implicit.quantized.products.partitioned import (
     WHOLE,
     Axes,
@@ -186,7 +186,7 @@ def _transpose_scales(
     (of_x, of_codes, of_scale, *_), of_ct, pieces = dataclasses.astuple(_axes(ct.ndim, q, order))
     axes = Axes((of_ct, of_x, of_codes), (None, *of_scale), pieces)
     shapes = tuple((s.shape, s.dtype) for s in structs)
-    fun = _GradientsOfScales(treedef, order, precision, shapes, of_scale)
+    fun = Fixed(_gradients_of_scales, (treedef, order, precision, shapes, of_scale))
     if is_wanted(ct, x, codes):
         found = by_parts(fun, axes, ct, x, codes)
     else:
@@ -194,42 +194,41 @@ def _transpose_scales(
     return [y.astype(s.dtype) for y, s in zip(found, structs, strict=True)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _GradientsOfScales:
-    """The gradients with respect to scales and offsets, stacked.
+@_with_standard_promotion
+def _gradients_of_scales(
+    treedef: TreeDef,
+    order: Order,
+    precision: Precision,
+    structs: Sequence[tuple[tuple[int, ...], Any]],
+    names: Names,
+    *operands: jax.Array,
+    parts: Parts,
+) -> Any:
+    """Returns the gradients with respect to scales and offsets, stacked.
 
-    Attributes:
+    Args:
       treedef: the structure of the matrix.
       order, precision: as for `quantized_matmul`.
       structs: shapes and dtypes of scale (and offset).
       names: the names of their axes.
+      *operands: the gradient with respect to the product, the activations, and the codes.
+      parts: the parts that these are.
     """
-
-    treedef: TreeDef
-    order: Order
-    precision: Precision
-    structs: tuple[tuple[tuple[int, ...], Any], ...]
-    names: Names
-
-    @_with_standard_promotion
-    def __call__(self, ct: jax.Array, x: jax.Array, codes: jax.Array, *, parts: Parts) -> Any:
-        order = self.order
-        # If the operands vary over a mesh, these do, too. Else JAX would sum gradients of scales over
-        # the devices twice: here, and where `quantized_matmul` made the scales vary.
-        zeros = [
-            compat.vary_like(
-                jnp.zeros([n // parts.count(a) for n, a in zip(shape, self.names, strict=True)], d),
-                (ct, x, codes),
-            )
-            for shape, d in self.structs
-        ]
-        flat = [matrices(s, order) for s in (codes, *zeros)]
-        ct, x = (y.reshape(_flat(y.shape, order)) for y in (ct, x))
-        found = reference.gradients_of_scales(
-            ct, x, flat[0], flat[1:], self.treedef, self.precision
+    ct, x, codes = operands
+    # If the operands vary over a mesh, these do, too. Else JAX would sum gradients of scales over
+    # the devices twice: here, and where `quantized_matmul` made the scales vary.
+    zeros = [
+        compat.vary_like(
+            jnp.zeros([n // parts.count(a) for n, a in zip(shape, names, strict=True)], dtype),
+            operands,
         )
-        lead, back = np.take(codes.shape, order[:-1]), tuple(map(int, np.argsort(order)))
-        return jnp.stack([jnp.transpose(s.reshape(*lead, s.shape[-1]), back) for s in found])
+        for shape, dtype in structs
+    ]
+    flat = [matrices(s, order) for s in (codes, *zeros)]
+    ct, x = (y.reshape(_flat(y.shape, order)) for y in (ct, x))
+    found = reference.gradients_of_scales(ct, x, flat[0], flat[1:], treedef, precision)
+    lead, back = np.take(codes.shape, order[:-1]), tuple(map(int, np.argsort(order)))
+    return jnp.stack([jnp.transpose(s.reshape(*lead, s.shape[-1]), back) for s in found])
 
 
 # --- batching ------------------------------------------------------------------------------------
@@ -267,18 +266,18 @@ def _lower(
     devices = devices_of(ctx.module_context)
     if params["mesh"] is not None and devices is not None:
         q = params["treedef"].unflatten(leaves)
-        fun = partitioned(_part(params), _axes(len(x.shape), q, params["order"]), devices)
+
+        def part(*operands: jax.Array, parts: Parts) -> jax.Array:
+            out: jax.Array = quantized_matmul_p.bind(*operands, **params)
+            return out
+
+        fun = partitioned(part, _axes(len(x.shape), q, params["order"]), devices)
         return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands)
     params = _of_product(params)
     flat = jax.ShapeDtypeStruct(_flat(x.shape, params["order"]), x.dtype)
     served = _on_one_device(ctx.module_context) and applies(flat, leaves, **params)
     fun = _of_matrices(kernel) if served else _reference
     return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands, **params)
-
-
-def _part(params: EqnParams) -> Callable[..., jax.Array]:
-    """Returns the product of parts of the operands."""
-    return lambda *operands, parts: quantized_matmul_p.bind(*operands, **params)
 
 
 def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
