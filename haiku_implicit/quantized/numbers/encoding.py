@@ -110,8 +110,7 @@ def _encoded(
             widths = [(0, 0)] * (products.ndim - 2) + [(0, padding)] * 2
             products = jnp.pad(products, widths)
     codes = _codes(stored, scale, offset, fmt, products)
-    codes = formats.pack(codes, fmt)
-    return Encoded(codes, scale, offset, fmt.name, padding), lost
+    return Encoded(formats.pack(codes, fmt), scale, offset, fmt.name, padding), lost
 
 
 # Scales (and offsets, if any) that are stored as codes.
@@ -122,26 +121,24 @@ def _encoded_scales(
     found: calibration.Scales, fmt: formats.Format, name: str | None
 ) -> tuple[_EncodedScales, scales.Lost | None]:
     """Encodes scales in few bits, and says whether their second-level scales do not fit their dtype."""
-    if name == "e4m3":  # NVFP4: one scale for the tensor
-        return (encode_rows(found.scale[..., 0], "fp8_e4m3", "tensor"), None), None
+    tiles, groups = found.scale.shape[-3:-1]
     if runs := scales.runs_of(name):
         return _in_runs(_from_zero(found, fmt), runs)
+    if name == "e4m3":  # NVFP4: one scale for the tensor
+        return (_in_blocks(found.scale, "fp8_e4m3", tiles, groups), None), None
+    along = _largest_divisor(groups, _BLOCK)
+    block = (_largest_divisor(tiles, _BLOCK // along) if along == groups else 1), along
     # Codes 0 to 255 without an offset, unless some scales are negative.
-    scale = _in_blocks(found.scale, "int8" if fmt.one_sided and not fmt.offset else "uint8")
-    return (scale, None if found.offset is None else _in_blocks(found.offset, "int8")), None
+    code = "int8" if fmt.one_sided and not fmt.offset else "uint8"
+    offset = None if found.offset is None else _in_blocks(found.offset, "int8", *block)
+    return (_in_blocks(found.scale, code, *block), offset), None
 
 
 def _in_runs(
     found: calibration.Scales, runs: scales.Runs
 ) -> tuple[_EncodedScales, scales.Lost | None]:
     """Encodes scales in runs of consecutive ones; each run has a float16 scale."""
-
-    def of_scale(x: jax.Array) -> jax.Array:
-        *lead, tiles, groups, _ = x.shape
-        of_runs = x.reshape(*lead, tiles, groups // runs.length, runs.length)
-        return largest(jnp.abs(of_runs), -1) / formats.FORMATS[runs.format].largest
-
-    wanted = of_scale(found.scale)
+    wanted = _of_blocks(found.scale, runs.format, 1, runs.length)
     held = wanted.astype(jnp.float16)
     # (Scales of some runs may be too small, as for a neuron that is never used; not the largest one.)
     most = largest(wanted)
@@ -151,7 +148,7 @@ def _in_runs(
     scale = _coded(found.scale, held, runs.format)
     if found.offset is None:
         return (scale, None), lost
-    of_offset = -of_scale(found.offset).astype(jnp.float16)
+    of_offset = -_of_blocks(found.offset, runs.format, 1, runs.length).astype(jnp.float16)
     lost = lost._replace(large=lost.large | ~jnp.isfinite(of_offset).all())
     return (scale, _coded(found.offset, of_offset, runs.format)), lost
 
@@ -165,14 +162,16 @@ def _from_zero(found: calibration.Scales, fmt: formats.Format) -> calibration.Sc
     return calibration.Scales(scale, jnp.where(above, 0, found.offset))
 
 
-def _in_blocks(found: jax.Array, name: str) -> Encoded:
+def _in_blocks(found: jax.Array, name: str, rows: int, along: int) -> Encoded:
     """Encodes scales `[..., tiles, groups, 1]` in blocks; each block has a scale."""
+    return _coded(found, _of_blocks(found, name, rows, along), name)
+
+
+def _of_blocks(found: jax.Array, name: str, rows: int, along: int) -> jax.Array:
+    """Returns the second-level scale of each block of `rows` by `along` scales."""
     *lead, tiles, groups, _ = found.shape
-    along = _largest_divisor(groups, _BLOCK)
-    rows = _largest_divisor(tiles, _BLOCK // along) if along == groups else 1
     blocks = found.reshape(*lead, tiles // rows, rows, groups // along, along)
-    of_scale = largest(jnp.abs(blocks), (-1, -3)) / formats.FORMATS[name].largest
-    return _coded(found, of_scale, name)
+    return largest(jnp.abs(blocks), (-1, -3)) / formats.FORMATS[name].largest
 
 
 def _in_same_blocks(held: _EncodedScales, found: calibration.Scales) -> _EncodedScales:
@@ -214,14 +213,14 @@ def _codes(
     stored: jax.Array, scale: Array, offset: Array, fmt: formats.Format, moments: jax.Array | None
 ) -> jax.Array:
     """Returns the codes `[..., rows, groups, g]` of `[..., rows, k]`, given the stored scales."""
-    *lead, rows, k = stored.shape
-    scale, offset = (_decoded(x) if isinstance(x, Encoded) else x for x in (scale, offset))
-    groups = scale.shape[-1]
-    scale, offset = (
-        None if x is None else formats.by_rows(x, rows)[..., None] for x in (scale, offset)
-    )
+
+    def of_rows(x: Array) -> Array:
+        dense = _decoded(x) if isinstance(x, Encoded) else x
+        return formats.by_rows(dense, stored.shape[-2])[..., None]
+
+    scale, offset = of_rows(scale), None if offset is None else of_rows(offset)
     if moments is None:
-        grouped = stored.reshape(*lead, rows, groups, k // groups)
+        grouped = stored.reshape(*scale.shape[:-1], stored.shape[-1] // scale.shape[-2])
         return calibration.encode(grouped, scale, offset, fmt)
     return gptq.codes(stored, moments, scale, offset, fmt)
 

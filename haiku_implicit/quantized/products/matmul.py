@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import mapped_first
-from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, EqnParams, Precision, TreeDef
+from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, Precision, TreeDef
 from haiku_implicit.quantized.cpu import native
 from haiku_implicit.quantized.gpu import pallas
 from haiku_implicit.quantized.layout import Order, matrices, sizes
@@ -107,43 +107,39 @@ _reference = _of_matrices(reference.product)
 
 
 @functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype", "mesh"))
-def _run(*operands: jax.Array, **params: EqnParam) -> jax.Array:
+def _run(*operands: jax.Array, mesh: EqnParam, **params: EqnParam) -> jax.Array:
     """Computes the product outside of any trace: compiles the primitive.
 
     If the operands are not tracers, JAX wants the operations one by one: under `jax.disable_jit()`, or
     under `jax_debug_nans` to find the operation that gave the first NaN.
     """
     if isinstance(operands[0], jax.core.Tracer):
-        return quantized_matmul_p.bind(*operands, **params)
-    return _reference(*operands, **_of_product(params))
-
-
-def _of_product(params: EqnParams) -> dict[str, Any]:
-    """Returns the parameters of the primitive that determine its result."""
-    return {name: value for name, value in params.items() if name != "mesh"}
+        return quantized_matmul_p.bind(*operands, mesh=mesh, **params)
+    return _reference(*operands, **params)
 
 
 # --- differentiation -----------------------------------------------------------------------------
 
 
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Array], *, treedef: TreeDef, **params: EqnParam
+    primals: Sequence[Array], tangents: Sequence[Array], *, mesh: EqnParam, **params: EqnParam
 ) -> tuple[Array, Array]:
     """Differentiates the product: linear in the activations, and in scale and offset together."""
-    bind = functools.partial(quantized_matmul_p.bind, treedef=treedef, **params)
+    bind = functools.partial(quantized_matmul_p.bind, mesh=mesh)
     x, codes, *scales = primals
     of_x, of_codes, *of_scales = tangents
-    out = bind(*primals)
+    out = bind(*primals, **params)
     terms = []
     if not isinstance(of_x, ad.Zero):
-        straight = jax.tree.structure(treedef.unflatten(primals[1:])._replace(activation=None))
-        terms.append(bind(of_x, codes, *scales, treedef=straight))
+        q = params["treedef"].unflatten(primals[1:])
+        straight = params | dict(treedef=jax.tree.structure(q._replace(activation=None)))
+        terms.append(bind(of_x, codes, *scales, **straight))
     if not all(isinstance(t, ad.Zero) for t in of_scales):
-        terms.append(bind(x, codes, *map(ad.instantiate_zeros, of_scales)))
+        terms.append(bind(x, codes, *map(ad.instantiate_zeros, of_scales), **params))
     if not isinstance(of_codes, ad.Zero):  # floating codes, differentiated like any number
 
         def by_codes(codes: jax.Array) -> jax.Array:
-            return _reference(x, codes, *scales, treedef=treedef, **_of_product(params))
+            return _reference(x, codes, *scales, **params)
 
         terms.append(jax.jvp(by_codes, (codes,), (of_codes,))[1])
     if not terms:
@@ -160,26 +156,13 @@ def _transpose(
     precision: Precision,
     **_: Any,
 ) -> Any:
-    nothing = [None] * (1 + len(leaves))
     if isinstance(ct, ad.Zero):
-        return nothing
-    if not ad.is_undefined_primal(x):
-        scales = _transpose_scales(ct, x, leaves, treedef, order, precision)
-        return [None, None, *scales]
-    q = treedef.unflatten(leaves)
-    q = q._replace(axis=-3 - q.axis)
-    of_x = quantized_matmul(ct, q, order=order, precision=precision, dtype=x.aval.dtype)
-    return [of_x, *nothing[1:]]
-
-
-def _transpose_scales(
-    ct: Array,
-    x: Array,
-    leaves: Sequence[Array],
-    treedef: TreeDef,
-    order: Order,
-    precision: Precision,
-) -> list[jax.Array]:
+        return [None, *[None] * len(leaves)]
+    if ad.is_undefined_primal(x):
+        q = treedef.unflatten(leaves)
+        q = q._replace(axis=-3 - q.axis)
+        of_x = quantized_matmul(ct, q, order=order, precision=precision, dtype=x.aval.dtype)
+        return [of_x, *[None] * len(leaves)]
     codes, *undefined = leaves
     structs = [jax.ShapeDtypeStruct(s.aval.shape, s.aval.dtype) for s in undefined]
     q = treedef.unflatten((codes, *structs))
@@ -191,7 +174,8 @@ def _transpose_scales(
         found = by_parts(fun, axes, ct, x, codes)
     else:
         found = fun(ct, x, codes, parts=WHOLE)
-    return [y.astype(s.dtype) for y, s in zip(found, structs, strict=True)]
+    scales = (y.astype(s.dtype) for y, s in zip(found, structs, strict=True))
+    return [None, None, *scales]
 
 
 @_with_standard_promotion
@@ -248,32 +232,35 @@ def _batch(operands: Sequence[Array], axes: Any, *, order: Any, **params: EqnPar
 
 
 def _lower_on_cpu(ctx: Any, *operands: Array, **params: EqnParam) -> Any:
-    return _lower(ctx, operands, params, native.native_matmul, native.applies)
+    kernel = native.native_matmul
+    return _lower(ctx, *operands, kernel=kernel, applies=native.applies, **params)
 
 
 def _lower_on_gpu(ctx: Any, *operands: Array, **params: EqnParam) -> Any:
-    return _lower(ctx, operands, params, pallas.pallas_matmul, pallas.applies)
+    kernel = pallas.pallas_matmul
+    return _lower(ctx, *operands, kernel=kernel, applies=pallas.applies, **params)
 
 
 def _lower(
     ctx: Any,
-    operands: Sequence[Array],
-    params: EqnParams,
+    *operands: Array,
     kernel: Callable[..., Any],
     applies: Callable[..., bool],
+    mesh: EqnParam,
+    **params: EqnParam,
 ) -> Any:
+    """Lowers the product to a kernel if it applies, or to products of parts on several devices."""
     x, *leaves = ctx.avals_in
     devices = devices_of(ctx.module_context)
-    if params["mesh"] is not None and devices is not None:
+    if mesh is not None and devices is not None:
         q = params["treedef"].unflatten(leaves)
 
         def part(*operands: jax.Array, parts: Parts) -> jax.Array:
-            out: jax.Array = quantized_matmul_p.bind(*operands, **params)
+            out: jax.Array = quantized_matmul_p.bind(*operands, mesh=mesh, **params)
             return out
 
         fun = partitioned(part, _axes(len(x.shape), q, params["order"]), devices)
         return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands)
-    params = _of_product(params)
     flat = jax.ShapeDtypeStruct(_flat(x.shape, params["order"]), x.dtype)
     served = _on_one_device(ctx.module_context) and applies(flat, leaves, **params)
     fun = _of_matrices(kernel) if served else _reference

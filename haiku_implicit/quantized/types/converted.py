@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
@@ -81,35 +80,16 @@ class ConvertedMatrix(QuantizedMatrix, core_ndim=2):
 # --- rules: each may warn, and leaves the computation to the rules of `QuantizedMatrix` -----------
 
 
-@binary_handler(["dot_general", "conv_general_dilated"])
-def check_product(call: BinaryCall, x: jax.Array, w: ConvertedMatrix) -> Result:
-    """Warns if training has other scales in a product with a dense array."""
-    product = product_of(call.primitive, call.ordered(x, w), call.params)
-    if product is not None:
-        w.check_product(product, 0 if call.w_first else 1)
-    return NotImplemented
-
-
-@primitive_handler("dot_general")
-def check_product_of_two(
-    primitive: Primitive, v: ConvertedMatrix, w: ConvertedMatrix, **params: EqnParam
+@primitive_handler(["dot_general", "conv_general_dilated", ragged_dot_general_p], precedence=1)
+def check_product(
+    primitive: Primitive, *operands: jax.Array | ConvertedMatrix, **params: EqnParam
 ) -> Result:
-    """Warns if training has other scales in a product of two converted matrices."""
-    product = product_of(primitive, (v, w), params)
-    if product is not None:
-        v.check_product(product, 0)
-        w.check_product(product, 1)
-    return NotImplemented
-
-
-@primitive_handler(ragged_dot_general_p)
-def check_ragged_product(
-    primitive: Primitive, x: jax.Array, w: ConvertedMatrix, sizes: jax.Array, **params: EqnParam
-) -> Result:
-    """Warns if training has other scales in a ragged product."""
-    product = product_of(primitive, (x, w), params)
-    if product is not None:
-        w.check_product(product, 1)
+    """Warns if training has other scales in a product."""
+    pair = operands[0], operands[1]
+    product = product_of(primitive, pair, params)
+    for side, w in enumerate(pair):
+        if product is not None and isinstance(w, ConvertedMatrix):
+            w.check_product(product, side)
     return NotImplemented
 
 
