@@ -99,7 +99,7 @@ def quantize(
 def stored_operand(q: QuantizedMatrix) -> QuantizedOperand:
     """Unpacks a stored matrix as an operand: as codes if these are numbers that need only a scale."""
     fmt = formats.find(q.format)
-    whole = _is_integer(fmt) and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
+    whole = fmt.is_integer and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
     plain = q.offset is None and q.rounded_to is None and not is_implicit(q.scale)
     if not plain or not (whole or fmt.is_float):
         return QuantizedOperand(q.with_row_scales().materialize(), None)
@@ -155,7 +155,7 @@ def _storage(
     x: QuantizedOperand, fmt: formats.Format
 ) -> tuple[formats.Format, jax.Array, jax.Array | None]:
     """Returns the format, the unpacked codes and the offset (if any) that store an operand's values."""
-    if not _is_integer(fmt):
+    if not fmt.is_integer:
         return fmt, x.codes if fmt.is_float else formats.nearest(x.codes, fmt), None
     codes = x.codes.astype(jnp.int16)
     if x.zero_point is None or x.scale is None:
@@ -207,13 +207,13 @@ def expand(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def _bound(fmt: formats.Format) -> float:
     """Returns the largest magnitude of a symmetric range, in units of the scale; see `ranges`."""
-    return fmt.largest + 0.5 if _is_integer(fmt) else fmt.largest
+    return fmt.largest + 0.5 if fmt.is_integer else fmt.largest
 
 
 def _asymmetric(
     low: jax.Array, high: jax.Array, fmt: formats.Format
 ) -> tuple[jax.Array, jax.Array]:
-    if not _is_integer(fmt):
+    if not fmt.is_integer:
         raise ValueError(
             "calibration method: 'minmax' and ranges that are not symmetric need an integer format, "
             f"got {fmt.name!r}; use 'absmax'"
@@ -235,12 +235,8 @@ def _nonzero(scale: jax.Array) -> jax.Array:
 # --- codes ---------------------------------------------------------------------------------------
 
 
-def _is_integer(fmt: formats.Format) -> bool:
-    return not fmt.is_float and fmt.table is None
-
-
 def _codes(relative: jax.Array, fmt: formats.Format) -> jax.Array:
-    if _is_integer(fmt):
+    if fmt.is_integer:
         return jnp.clip(jnp.round(relative), fmt.lowest, fmt.largest).astype(jnp.int8)
     codes = formats.nearest(relative, fmt)
     return codes if fmt.is_float else formats.decode(codes, relative.dtype, fmt)

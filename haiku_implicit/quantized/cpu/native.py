@@ -15,12 +15,10 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Array, DType, Precision, TreeDef
 from haiku_implicit.quantized import operands
 from haiku_implicit.quantized.cpu import build
-from haiku_implicit.quantized.layout import Order, sizes
+from haiku_implicit.quantized.layout import FLOATS, Order, may_be_served, readable, sizes
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
-# The dtypes that the kernels serve, with the kernels' numbers for rounding to them.
-_FLOATS = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
 _KINDS = {"int8": 1, "fp8_e4m3": 3, "fp8_e5m2": 4}
 
 # Sums of more products of 8-bit integers might overflow 32 bits.
@@ -33,9 +31,9 @@ def applies(
     x: Array,
     leaves: Sequence[Array],
     treedef: TreeDef,
-    order: Any,
     precision: Precision,
     dtype: DType,
+    **_: Any,
 ) -> bool:
     """Whether there is a kernel for a product.
 
@@ -43,22 +41,11 @@ def applies(
       x: `[batch, m, i]`, an array or its shape and dtype, as are the leaves.
       leaves: the leaves of the quantized matrices.
       treedef: their structure.
-      order, precision, dtype: as for `quantized_matmul`.
+      precision, dtype: as for `quantized_matmul`.
     """
     q = treedef.unflatten(leaves)
-    algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
-    return (
-        x.dtype in _FLOATS
-        and dtype in _FLOATS
-        and q.dtype in _FLOATS
-        and q.scale.dtype != np.float64
-        and q.rounded_to is None
-        and len(formats.find(q.format).planes) <= 2
-        and not isinstance(precision, algorithm)
-        and 0 not in x.shape
-        and 0 not in q.shape
-        and build.available()
-    )
+    fits = may_be_served(x, q, precision, dtype) and len(formats.find(q.format).planes) <= 2
+    return fits and build.available()
 
 
 def native_matmul(
@@ -90,7 +77,7 @@ def _quantized_matmul(x: jax.Array, q: QuantizedMatrix, order: Order) -> jax.Arr
     packed = 0 if along_rows else _size_packed(batch, m, length)
     numbers = dict(
         kind=0 if fmt.bits <= 4 else _KINDS.get(fmt.name, 2),
-        rounding=_FLOATS[q.dtype],
+        rounding=FLOATS[q.dtype],
         bias=fmt.bias if fmt.bits > 4 else 0,
     )
     y, _packed = _call(
@@ -178,14 +165,8 @@ def _call(
     arrays = dict(planes=(*formats.find(q.format).planes, 0)[:2], order=order[:-1])
     attributes |= {name: np.asarray(array, np.int64) for name, array in arrays.items()}
     call = jax.ffi.ffi_call(build.PREFIX + handler, results)
-    return call(x, q.codes, _readable(q.scale), _readable(q.offset), **attributes)
-
-
-def _readable(scale: jax.Array | None) -> jax.Array:
-    """Casts scales to a dtype that the kernels read; replaces None by an empty array."""
-    if scale is None:
-        return jnp.zeros(0, jnp.float32)
-    return scale if scale.dtype in _FLOATS else scale.astype(jnp.float32)
+    offset = jnp.zeros(0, jnp.float32) if q.offset is None else readable(q.offset)
+    return call(x, q.codes, readable(q.scale), offset, **attributes)
 
 
 def _table(fmt: formats.Format) -> np.ndarray:

@@ -25,12 +25,9 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Array, DType, Precision, TreeDef
 from haiku_implicit.quantized.gpu import kernels
 from haiku_implicit.quantized.gpu.tiles import Plan, columns, parts, plan_of
-from haiku_implicit.quantized.layout import Order, matrices
+from haiku_implicit.quantized.layout import Order, matrices, may_be_served, readable
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
-
-# The dtypes of activations, weights, scales and results that the kernel serves.
-_FLOATS = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 _CAPABILITY = 8.0  # of the oldest GPUs that Triton compiles for
 
@@ -70,15 +67,10 @@ def applies(
 ) -> bool:
     """Whether the kernel serves these operands: codes of 8, 4, 2 or 1 bits, floats up to float32."""
     q = treedef.unflatten(leaves)
-    algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
     return (
-        {np.dtype(x.dtype), np.dtype(dtype), np.dtype(q.dtype)} <= set(_FLOATS)
-        and q.scale.dtype != np.float64
-        and q.rounded_to is None
+        may_be_served(x, q, precision, dtype)
         and q.activation is None
         and len(formats.find(q.format).planes) == 1
-        and not isinstance(precision, algorithm)
-        and 0 not in (*x.shape, *q.shape)
         and max(x.size, q.size) < 2**31  # offsets are 32-bit integers
         and available()
     )
@@ -114,9 +106,9 @@ def pallas_matmul(
     q: QuantizedMatrix = treedef.unflatten([matrices(leaf, order) for leaf in leaves])
     batch, m, _ = x.shape
     plan = plan_of(m, batch, q, x.dtype, precision)
-    operands = [x, _bytes(q.codes), _readable(q.scale)]
+    operands = [x, _bytes(q.codes), readable(q.scale)]
     if q.offset is not None:
-        operands.append(_readable(q.offset))
+        operands.append(readable(q.offset))
     if plan.matrix.has_table:
         operands.append(jnp.asarray(plan.matrix.format.table, jnp.float32))
     splits = plan.tile.splits
@@ -128,10 +120,6 @@ def pallas_matmul(
 
 def _bytes(codes: jax.Array) -> jax.Array:
     return codes if codes.dtype == np.uint8 else jax.lax.bitcast_convert_type(codes, jnp.uint8)
-
-
-def _readable(scale: jax.Array) -> jax.Array:
-    return scale if np.dtype(scale.dtype) in _FLOATS else scale.astype(jnp.float32)
 
 
 def _call(

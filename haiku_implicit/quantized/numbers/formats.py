@@ -59,6 +59,11 @@ class Format:
         return self.dtype.kind not in "iu"
 
     @property
+    def is_integer(self) -> bool:
+        """Whether a value is its code less the bias."""
+        return not self.is_float and self.table is None
+
+    @property
     def one_sided(self) -> bool:
         """Whether the values change with the sign of the scale, because they are not symmetric."""
         values = set(self.table or (self.lowest, self.largest))
@@ -183,7 +188,7 @@ RECIPES = {
 
 
 def _is_dtype(name: str) -> bool:
-    return bool(_dtype_name(name)) or isinstance(getattr(jnp, name, None), type(jnp.bfloat16))
+    return bool(dtype_name(name)) or isinstance(getattr(jnp, name, None), type(jnp.bfloat16))
 
 
 _PLANES = {2: (1,), 4: (2,), 8: (2, 1), 16: (4,)}
@@ -243,14 +248,15 @@ def find(name: Any, option: str = "dtype", also: Iterable[str] = ()) -> Format:
     Raises:
       ValueError: for an unknown format.
     """
-    key = name if isinstance(name, str) else _dtype_name(name)
+    key = name if isinstance(name, str) else dtype_name(name)
     key = _ALIASES.get(key, key)
     if key not in FORMATS:
         raise ValueError(f"{option}: expected one of {', '.join([*FORMATS, *also])}, got {name!r}")
     return FORMATS[key]
 
 
-def _dtype_name(dtype: DType) -> str:
+def dtype_name(dtype: DType) -> str:
+    """Returns the name of a dtype; an empty text for anything else."""
     try:
         return np.dtype(dtype).name
     except TypeError:
@@ -298,11 +304,9 @@ def pack(codes: jax.Array, fmt: Format) -> jax.Array:
     parts, below = [], 0
     for bits in fmt.planes:
         plane = (codes >> below) & (2**bits - 1)
-        pieces = jnp.split(plane, 8 // bits, axis=-1)
-        packed = pieces[0]
-        for i, piece in enumerate(pieces[1:], 1):
-            packed = packed | (piece << (i * bits))
-        parts.append(packed)
+        first, *pieces = jnp.split(plane, 8 // bits, axis=-1)
+        shifted = (piece << (i * bits) for i, piece in enumerate(pieces, 1))
+        parts.append(functools.reduce(jnp.bitwise_or, shifted, first))
         below += bits
     stored = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
     return stored.reshape(*lead, groups * fmt.stored(g))

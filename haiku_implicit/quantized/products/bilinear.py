@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.interpreter import interpret
+from haiku_implicit.core.sharding import in_type
 from haiku_implicit.core.typing import Array, DType, EqnParam, EqnParams, Precision, Primitive
 from haiku_implicit.quantized.numbers.options import OperandConfig
 from haiku_implicit.quantized.numbers.ranges import ScaledAxes
@@ -446,7 +447,7 @@ def scaled(
     sharding = compat.explicit_sharding(x)
     if sharding is not None:
         entries = zip(scale.shape, sharding.spec, strict=True)
-        spec = jax.sharding.PartitionSpec(*(None if n == 1 else name for n, name in entries))
-        scale = jax.sharding.reshard(scale, jax.sharding.NamedSharding(sharding.mesh, spec))
+        spec = PartitionSpec(*(None if n == 1 else name for n, name in entries))
+        scale = in_type(scale, NamedSharding(sharding.mesh, spec))
     wide = np.float64 if np.float64 in (x.dtype, scale.dtype) else np.float32
     return x.astype(wide) * scale.astype(wide)

@@ -287,14 +287,14 @@ def _cheapest(
         return suggested[1], moved(suggested[0])
 
     def moved(split: Split) -> float:
-        total: float = sum(_moved(x, _spec(own, split), mesh) for x, own in arrays)
+        total: float = sum(_moved(x, _spec_of(x), _spec(own, split), mesh) for x, own in arrays)
         if result is None:
             return total
         of_result = _spec(axes.result, split)
         # The sum over devices moves each of its numbers twice.
         summed = any(split.get(name) for name in axes.summed)
         total += 2 * summed * _local_bytes(result, of_result, mesh)
-        return total + _moved_between(result, of_result, _spec_of(result), mesh)
+        return total + _moved(result, of_result, _spec_of(result), mesh)
 
     possible = ((s, idle) for s, idle in _suggested(axes, arrays, mesh) if is_possible(s))
     return min(possible, key=cost)[0]
@@ -327,11 +327,7 @@ def _suggested(
         )
 
 
-def _moved(x: Array, spec: PartitionSpec, mesh: MeshLike) -> float:
-    return _moved_between(x, _spec_of(x), spec, mesh)
-
-
-def _moved_between(x: Array, old: PartitionSpec, new: PartitionSpec, mesh: MeshLike) -> float:
+def _moved(x: Array, old: PartitionSpec, new: PartitionSpec, mesh: MeshLike) -> float:
     """Returns the bytes that a device receives if a sharding changes; zero if it has its new part."""
     pairs = zip(*(padded_spec(s, len(x.shape)) for s in (old, new)), strict=True)
     has_it = all(names_in_entry(b)[: len(names_in_entry(a))] == names_in_entry(a) for a, b in pairs)
