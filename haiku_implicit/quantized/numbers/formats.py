@@ -7,7 +7,7 @@ Everything here works along the last axis, in *groups*: `g` consecutive elements
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -352,41 +352,35 @@ def unpack(codes: jax.Array, groups: int, fmt: Format) -> jax.Array:
     return functools.reduce(jnp.bitwise_or, planes)
 
 
-class Place(NamedTuple):
-    """Where one plane of some elements' codes is stored.
-
-    Attributes:
-      position: the positions of the stored elements along the last axis.
-      shift: by how many bits to shift them to the right.
-      bits: how many bits to take then.
-      below: by how many bits these are shifted to the left in the code.
-    """
-
-    position: jax.Array
-    shift: jax.Array
-    bits: int
-    below: int
-
-
-def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, list[Place]]:
-    """Finds where the elements at these positions of the axis are stored.
+def codes_at(
+    group: jax.Array,
+    within: jax.Array,
+    g: int,
+    fmt: Format,
+    take: Callable[[jax.Array], jax.Array],
+    expand: Callable[[jax.Array], jax.Array] = lambda shift: shift,
+) -> jax.Array:
+    """Returns the unpacked codes of some elements.
 
     Args:
-      position: integers.
+      group: the index of each element's group.
+      within: its position in the group.
       g: the group size.
       fmt: the format.
-
-    Returns:
-      The index of each element's group, and the places of its planes.
+      take: returns the stored elements at positions of the last axis.
+      expand: reshapes an array of the shape of `within` so that it broadcasts with these elements.
     """
-    group, within = position // g, position % g
-    places, start, below = [], 0, 0
+    planes, start, below = [], 0, 0
     for bits in fmt.planes:
         size = g * bits // 8
-        index = group * fmt.stored(g) + start + within % size
-        places.append(Place(index, within // size * bits, bits, below))
+        plane = take(group * fmt.stored(g) + start + within % size)
+        if fmt.bits < 8:
+            shift = expand(within // size * bits)
+            plane = plane >> jnp.broadcast_to(shift, plane.shape).astype(plane.dtype)
+            plane = (plane & (2**bits - 1)) << below
+        planes.append(plane)
         start, below = start + size, below + bits
-    return group, places
+    return functools.reduce(jnp.bitwise_or, planes)
 
 
 # --- values ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 
 from haiku_implicit.core.batch_axes import with_renamed_axes, without_whole_axes
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.typing import EqnParam, Primitive, Result
+from haiku_implicit.core.typing import EqnParam, Primitive, Result, Tree
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products.blocks import slices
@@ -86,23 +86,25 @@ def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Result:
     `NotImplemented` if it would cut a group.
     """
 
-    def cut(leaf: jax.Array, start: int, limit: int, axis: int) -> jax.Array:
-        return jax.lax.slice_in_dim(leaf, start, limit, axis=axis)
-
     if (start, limit) == (0, w.shape[axis]):
         return w
     if axis != w._grouped_axis:
-        return jax.tree.map(lambda leaf: cut(leaf, start, limit, min(axis, w.ndim - 2)), w)
+        return _cut(w, (start, limit), min(axis, w.ndim - 2))
     if start == limit:
         return NotImplemented  # a matrix has at least one group
     g, fmt = w.group_size, w._format
-    codes = cut(w.codes, fmt.stored(start), fmt.stored(limit), axis=w.ndim - 1)
+    codes = _cut(w.codes, (fmt.stored(start), fmt.stored(limit)), w.ndim - 1)
     if w.num_groups == 1 and fmt.bits == 8:  # a scale per channel holds for each part
         return w._replace(codes=codes)
     if w.padding or start % g or limit % g:
         return NotImplemented
-    out = w.map_scales(lambda leaf: cut(leaf, start // g, limit // g, axis=w.ndim - 1))
+    out = w.map_scales(lambda leaf: _cut(leaf, (start // g, limit // g), w.ndim - 1))
     return out._replace(codes=codes)
+
+
+def _cut(tree: Tree, limits: Sequence[int], axis: int) -> Tree:
+    """Slices each leaf along an axis; the limits are a start, an end, and perhaps a step."""
+    return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, *limits, axis=axis), tree)
 
 
 # --- slices ---------------------------------------------------------------------------------------
@@ -131,8 +133,7 @@ def slice_matrix(
             return NotImplemented
         changed.remove(grouped)
     for i in (i for i in changed if i != grouped):
-        cut = functools.partial(_slice_leaf, *cuts[i], axis=min(i, w.ndim - 2))
-        w = jax.tree.map(cut, w)
+        w = _cut(w, cuts[i], min(i, w.ndim - 2))
     if grouped in changed:
         return _along_groups(w, jnp.arange(*cuts[grouped]))
     return w.materialize() if w.ndim - 2 in changed else w
@@ -156,10 +157,6 @@ def dynamic_slice_matrix(
         steps = jnp.arange(slice_sizes[grouped], dtype=at[grouped].dtype)
         return _along_groups(w, at[grouped] + steps)
     return w.materialize() if w.ndim - 2 in changed else w
-
-
-def _slice_leaf(start: int, limit: int, step: int, leaf: jax.Array, *, axis: int) -> jax.Array:
-    return jax.lax.slice_in_dim(leaf, start, limit, step, axis=axis)
 
 
 def as_index(x: jax.Array) -> jax.Array:
@@ -187,17 +184,9 @@ def _elements(
       take: returns the elements of a leaf at positions of its last axis.
       expand: reshapes an array of the shape of `ids` so that it broadcasts with these elements.
     """
-    fmt = w._format
-    group, places = formats.locate(ids, w.group_size, fmt)
-    planes = []
-    for place in places:
-        plane = take(w.codes, place.position)
-        if fmt.bits < 8:
-            shift = jnp.broadcast_to(expand(place.shift), plane.shape).astype(plane.dtype)
-            plane = (plane >> shift) & (2**place.bits - 1)
-            plane = plane << place.below
-        planes.append(plane)
-    codes = functools.reduce(jnp.bitwise_or, planes)
+    fmt, g = w._format, w.group_size
+    group, within = ids // g, ids % g
+    codes = formats.codes_at(group, within, g, fmt, functools.partial(take, w.codes), expand)
     offset = None if w.offset is None else take(w.offset, group)
     return w.rounded(formats.scaled(codes, take(w.scale, group), offset, fmt))
 
