@@ -89,22 +89,22 @@ def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Result:
     if (start, limit) == (0, w.shape[axis]):
         return w
     if axis != w._grouped_axis:
-        return _cut(w, (start, limit), min(axis, w.ndim - 2))
+        return _cut(w, min(axis, w.ndim - 2), start, limit)
     if start == limit:
         return NotImplemented  # a matrix has at least one group
     g, fmt = w.group_size, w._format
-    codes = _cut(w.codes, (fmt.stored(start), fmt.stored(limit)), w.ndim - 1)
+    codes = _cut(w.codes, w.ndim - 1, fmt.stored(start), fmt.stored(limit))
     if w.num_groups == 1 and fmt.bits == 8:  # a scale per channel holds for each part
         return w._replace(codes=codes)
     if w.padding or start % g or limit % g:
         return NotImplemented
-    out = w.map_scales(lambda leaf: _cut(leaf, (start // g, limit // g), w.ndim - 1))
+    out = w.map_scales(lambda leaf: _cut(leaf, w.ndim - 1, start // g, limit // g))
     return out._replace(codes=codes)
 
 
-def _cut(tree: Tree, limits: Sequence[int], axis: int) -> Tree:
-    """Slices each leaf along an axis; the limits are a start, an end, and perhaps a step."""
-    return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, *limits, axis=axis), tree)
+def _cut(tree: Tree, axis: int, start: int, limit: int, step: int = 1) -> Tree:
+    """Slices each leaf along an axis."""
+    return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, limit, step, axis), tree)
 
 
 # --- slices ---------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def slice_matrix(
             return NotImplemented
         changed.remove(grouped)
     for i in (i for i in changed if i != grouped):
-        w = _cut(w, cuts[i], min(i, w.ndim - 2))
+        w = _cut(w, min(i, w.ndim - 2), *cuts[i])
     if grouped in changed:
         return _along_groups(w, jnp.arange(*cuts[grouped]))
     return w.materialize() if w.ndim - 2 in changed else w
