@@ -16,11 +16,7 @@ from haiku_implicit.quantized.numbers.extremes import largest
 _BLOCK = 256  # how many scales share a second-level scale, in 'double'
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("codes", "scale", "offset"),
-    meta_fields=("format", "padding"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Encoded:
     """Codes and scales of the rows of a stored matrix, under the names of `QuantizedMatrix`'s fields.
@@ -36,8 +32,8 @@ class Encoded:
     codes: jax.Array
     scale: Array
     offset: Array
-    format: str
-    padding: int = 0
+    format: str = dataclasses.field(metadata=dict(static=True))
+    padding: int = dataclasses.field(default=0, metadata=dict(static=True))
 
 
 def encode_rows(

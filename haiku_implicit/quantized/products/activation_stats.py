@@ -45,11 +45,10 @@ class Shapes:
             raise _mismatch(name, known, shapes, "another product with the same weight has")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("sums", "count"),
-    meta_fields=("name", "mode", "shapes"),
-)
+_STATIC = {"static": True}  # for `register_dataclass`
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantStats:
     """Statistics of the activations that a weight is multiplied with.
@@ -80,9 +79,9 @@ class QuantStats:
 
     sums: dict[str, Any] | None = None
     count: Array = None
-    name: str = ""
-    mode: Literal["update", "read", "fixed"] = "read"
-    shapes: Shapes | None = None
+    name: str = dataclasses.field(default="", metadata=_STATIC)
+    mode: Literal["update", "read", "fixed"] = dataclasses.field(default="read", metadata=_STATIC)
+    shapes: Shapes | None = dataclasses.field(default=None, metadata=_STATIC)
 
     def spread(self, batch: tuple[int, ...]) -> "QuantStats":
         """Repeats the first of the statistics, for a weight with other batch axes."""
