@@ -189,7 +189,7 @@ def _run(*operands: jax.Array, fun: Fun, **params: EqnParam) -> jax.Array:
 def _lower(ctx: Any, *operands: Array, fun: Fun, axes: Axes, mesh: MeshLike) -> Any:
     run: Fun = functools.partial(fun, parts=WHOLE)
     devices = devices_of(ctx.module_context)
-    if mesh is not None and devices is not None and devices.program is None:
+    if mesh is not None and devices and devices.number > 1 and devices.program is None:
         run = partitioned(_opaque(fun, axes), axes, devices)
     with jax.numpy_dtype_promotion("standard"):
         return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)

@@ -252,7 +252,7 @@ def _lower(
     """Lowers the product to a kernel if it applies, or to products of parts on several devices."""
     x, *leaves = ctx.avals_in
     devices = devices_of(ctx.module_context)
-    if mesh is not None and devices is not None:
+    if mesh is not None and devices is not None and devices.number > 1:
         q = params["treedef"].unflatten(leaves)
 
         def part(*operands: jax.Array, parts: Parts) -> jax.Array:
@@ -262,7 +262,9 @@ def _lower(
         fun = partitioned(part, _axes(len(x.shape), q, params["order"]), devices)
         return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands)
     flat = jax.ShapeDtypeStruct(_flat(x.shape, params["order"]), x.dtype)
-    served = _on_one_device(ctx.module_context) and applies(flat, leaves, **params)
+    # (The partitioner would gather all operands of a foreign call on each device.)
+    on_one = devices is not None and devices.number == 1
+    served = on_one and applies(flat, leaves, **params)
     fun = _of_matrices(kernel) if served else _reference
     return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands, **params)
 
@@ -280,9 +282,11 @@ def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
     # A scale per channel belongs to all parts of the channel.
     of_scale = stored("along" if q.num_groups > 1 else None)
     operands = (*batch, *rows, inputs), stored("along"), *[of_scale] * (1 + (q.offset is not None))
-    summed_in_parts = _sums_in_parts(q)
     pieces = dict(across=q.codes.shape[order[-2]], along=_pieces(q))
-    pieces[inputs] = pieces[inputs] if summed_in_parts else 1
+    # A rounding of activations needs whole rows, or the whole part of a row that meets a group.
+    by_groups = q.axis == -2 and q.num_groups > 1 and q.activation_config.tile_size is not None
+    if q.activation is not None and not by_groups:
+        pieces[inputs] = 1
     return Axes(operands, (*batch, *rows, outputs), tuple(pieces.items()))
 
 
@@ -290,31 +294,6 @@ def _pieces(q: QuantizedMatrix) -> int:
     """Returns the number of pieces of the grouped axis: groups, or the codes of one group of bytes."""
     one_byte = formats.find(q.format).bits == 8 and not q.padding
     return q.codes.shape[-1] if q.num_groups == 1 and one_byte else q.num_groups
-
-
-def _sums_in_parts(q: QuantizedMatrix) -> bool:
-    """Whether parts of the contracted axis can be multiplied separately.
-
-    A rounding of activations needs whole rows, or the whole part of a row that meets a group.
-    """
-    if q.activation is None:
-        return True
-    return q.axis == -2 and q.num_groups > 1 and q.activation_config.tile_size is not None
-
-
-def _on_one_device(context: Any) -> bool:
-    """Whether a program, or a part of it within `shard_map`, runs on whole arrays in this process.
-
-    The partitioner would gather all operands of a foreign call on each device.
-    """
-    if getattr(context.lowering_parameters, "for_export", False):
-        return False  # to run elsewhere
-    axes = context.axis_context
-    if hasattr(axes, "num_devices"):
-        return axes.num_devices == 1
-    if hasattr(axes, "manual_axes"):
-        return all(n == 1 or axis in axes.manual_axes for axis, n in axes.mesh.shape.items())
-    return hasattr(axes, "axis_env")
 
 
 quantized_matmul_p.def_impl(_run)

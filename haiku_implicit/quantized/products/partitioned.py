@@ -132,17 +132,23 @@ class Devices:
 
 
 def devices_of(context: Any) -> Devices | None:
-    """Returns the devices over which XLA splits a lowered program; None if it does not, or unknown."""
+    """Returns the devices over which XLA splits a lowered program; None if they are unknown.
+
+    One device: the program, or a part of it within `shard_map`, runs on whole arrays in this process.
+    """
     if getattr(context.lowering_parameters, "for_export", False):
-        return None
+        return None  # to run elsewhere
     axes = context.axis_context
-    if getattr(axes, "num_devices", 1) > 1 and getattr(axes, "abstract_mesh", None) is not None:
-        return Devices(axes.num_devices)
-    mesh = getattr(axes, "mesh", None)
-    if not isinstance(mesh, Mesh) or not hasattr(axes, "manual_axes"):
-        return None
+    if hasattr(axes, "num_devices"):
+        known = axes.num_devices == 1 or getattr(axes, "abstract_mesh", None) is not None
+        return Devices(axes.num_devices) if known else None
+    if not hasattr(axes, "manual_axes"):
+        return Devices(1) if hasattr(axes, "axis_env") else None
+    mesh = axes.mesh
     free = tuple(a for a, size in mesh.shape.items() if size > 1 and a not in axes.manual_axes)
-    return Devices(num_parts(free, mesh), mesh, free) if free else None
+    if not free:
+        return Devices(1)
+    return Devices(num_parts(free, mesh), mesh, free) if isinstance(mesh, Mesh) else None
 
 
 def partitioned(
