@@ -14,8 +14,14 @@ from haiku_implicit.quantized.products.by_rule import (
     einsum,
     ragged_dot,
 )
-from haiku_implicit.quantized.products.config import GradientConfig, ProductConfig
-from haiku_implicit.quantized.products.rules import QtRule, QuantRule, matching_rule, unused_rules
+from haiku_implicit.quantized.products.rules import (
+    GradientConfig,
+    ProductConfig,
+    QtRule,
+    QuantRule,
+    matching_rule,
+    unused_rules,
+)
 
 __all__ = [
     "formats",

@@ -13,8 +13,8 @@ from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.products.bilinear import Product, product_of
-from haiku_implicit.quantized.products.config import ProductConfig
 from haiku_implicit.quantized.products.product import quantized_product
+from haiku_implicit.quantized.products.rules import ProductConfig
 
 
 class RuledWeight(Wrapper, core_ndim=2):

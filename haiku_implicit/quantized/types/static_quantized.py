@@ -16,8 +16,8 @@ from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.activation_stats import QuantStats
 from haiku_implicit.quantized.products.bilinear import Product
-from haiku_implicit.quantized.products.config import ProductConfig
 from haiku_implicit.quantized.products.product import config_by_activation
+from haiku_implicit.quantized.products.rules import ProductConfig
 from haiku_implicit.quantized.types.converted import ConvertedMatrix, check_change
 from haiku_implicit.quantized.types.ruled import RuledWeight
 
