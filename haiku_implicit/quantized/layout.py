@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.core.typing import Array, DType, Precision
+from haiku_implicit.core.typing import Array, DType, Precision, Tree
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 Order = tuple[int, ...]
@@ -24,10 +24,14 @@ def sizes(q: QuantizedMatrix, order: Order) -> tuple[int, int]:
     return (rows, length) if q.axis == -1 else (length, rows)
 
 
-def matrices(leaf: Array, order: Order) -> jax.Array:
-    """Reshapes a leaf to `[batch, rows, k]`."""
-    leaf = jnp.transpose(leaf, order)
-    return leaf.reshape(-1, *leaf.shape[-2:])
+def matrices(tree: Tree, order: Order) -> Tree:
+    """Reshapes each leaf to `[batch, rows, k]`."""
+
+    def of_leaf(leaf: jax.Array) -> jax.Array:
+        leaf = jnp.transpose(leaf, order)
+        return leaf.reshape(-1, *leaf.shape[-2:])
+
+    return jax.tree.map(of_leaf, tree)
 
 
 def may_be_served(x: Array, q: QuantizedMatrix, precision: Precision, dtype: DType) -> bool:

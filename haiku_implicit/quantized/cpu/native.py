@@ -4,7 +4,6 @@ There are two: `QuantizedMatmul` decodes the matrix and multiplies floats, `Inte
 integer codes with activations rounded to int8. `build` compiles and registers them.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Array, DType, Precision, TreeDef
+from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized import operands
 from haiku_implicit.quantized.cpu import build
-from haiku_implicit.quantized.layout import FLOATS, Order, may_be_served, readable, sizes
+from haiku_implicit.quantized.layout import FLOATS, Order, readable, sizes
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
@@ -30,40 +29,24 @@ _LARGEST_GROUP = 1 << 16
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
 
 
-def applies(
-    x: Array,
-    leaves: Sequence[Array],
-    treedef: TreeDef,
-    precision: Precision,
-    dtype: DType,
-    **_: Any,
-) -> bool:
-    """Whether there is a kernel for a product.
+def applies(x: Array, q: QuantizedMatrix) -> bool:
+    """Whether there is a kernel for a product that `may_be_served`: codes of one or two planes.
 
     Args:
-      x: `[batch, m, i]`, an array or its shape and dtype, as are the leaves.
-      leaves: the leaves of the quantized matrices.
-      treedef: their structure.
-      precision, dtype: as for `quantized_matmul`.
+      x, q: as for `may_be_served`.
     """
-    q = treedef.unflatten(leaves)
-    fits = may_be_served(x, q, precision, dtype) and len(formats.find(q.format).planes) <= 2
-    return fits and build.available()
+    return len(formats.find(q.format).planes) <= 2 and build.available()
 
 
-def native_matmul(
-    x: jax.Array, *leaves: jax.Array, treedef: TreeDef, order: Any, dtype: DType, **_: Any
-) -> Any:
+def native_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, dtype: DType, **_: Any) -> Any:
     """Computes the product with a native kernel, in float32 or integer sums.
 
     Args:
       x: `[batch, m, i]`.
-      *leaves: the leaves of the quantized `[batch, i, o]`.
-      treedef: their structure.
+      q: `[batch, i, o]`.
       order: as for `quantized_matmul`.
       dtype: the dtype of the result.
     """
-    q: QuantizedMatrix = treedef.unflatten(leaves)
     x = x.astype(jnp.float32)
     integers = _integers(q, x.shape[-2])
     if integers is not None:

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Array, DType, Precision, TreeDef
+from haiku_implicit.core.typing import Array, DType, Precision
 from haiku_implicit.quantized.gpu import kernels
 from haiku_implicit.quantized.gpu.tiles import Plan, columns, parts, plan_of
-from haiku_implicit.quantized.layout import Order, matrices, may_be_served, readable
+from haiku_implicit.quantized.layout import Order, matrices, readable
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
@@ -57,19 +57,14 @@ def supported() -> bool:
     return float(getattr(device, "compute_capability", 0)) >= _CAPABILITY
 
 
-def applies(
-    x: Array,
-    leaves: Sequence[Array],
-    treedef: TreeDef,
-    precision: Precision,
-    dtype: DType,
-    **_: Any,
-) -> bool:
-    """Whether the kernel serves these operands: codes of 8, 4, 2 or 1 bits, floats up to float32."""
-    q = treedef.unflatten(leaves)
+def applies(x: Array, q: QuantizedMatrix) -> bool:
+    """Whether the kernel serves a product that `may_be_served`: codes of 8, 4, 2 or 1 bits.
+
+    Args:
+      x, q: as for `may_be_served`.
+    """
     return (
-        may_be_served(x, q, precision, dtype)
-        and q.activation is None
+        q.activation is None
         and len(formats.find(q.format).planes) == 1
         and max(x.size, q.size) < 2**31  # offsets are 32-bit integers
         and available()
@@ -81,19 +76,17 @@ def applies(
 
 def pallas_matmul(
     x: jax.Array,
-    *leaves: jax.Array,
-    treedef: TreeDef,
+    q: QuantizedMatrix,
     order: Order,
     precision: Precision,
     dtype: DType,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes `x @ q` for a batch of matrices, given by leaves.
+    """Computes `x @ q` for a batch of matrices.
 
     Args:
       x: `[batch, m, i]`, of one of the dtypes that the kernel serves.
-      *leaves: the leaves of a quantized `[batch, i, o]` with dense scales for each row.
-      treedef: the structure of the matrix.
+      q: `[batch, i, o]` with dense scales for each row.
       order: as for `quantized_matmul`.
       precision: as for `jax.lax.dot_general`; if it is None or DEFAULT, float32 operands are rounded to
         TensorFloat-32, as in XLA's dense products.
@@ -103,7 +96,7 @@ def pallas_matmul(
     Returns:
       `[batch, m, o]`.
     """
-    q: QuantizedMatrix = treedef.unflatten([matrices(leaf, order) for leaf in leaves])
+    q = matrices(q, order)
     batch, m, _ = x.shape
     plan = plan_of(m, batch, q, x.dtype, precision)
     operands = [x, _bytes(q.codes), readable(q.scale)]
@@ -113,7 +106,7 @@ def pallas_matmul(
         operands.append(jnp.asarray(plan.matrix.format.table, jnp.float32))
     splits = plan.tile.splits
     shape = (splits, batch, m, q.shape[-1])
-    out = compat.struct(shape, jnp.float32 if splits > 1 else dtype, like=(x, *leaves))
+    out = compat.struct(shape, jnp.float32 if splits > 1 else dtype, like=operands)
     y = _call(plan, out, operands, q.offset is not None, interpret)
     return y.sum(0).astype(dtype) if splits > 1 else y[0]
 

@@ -27,7 +27,7 @@ from haiku_implicit.core.sharding import mapped_first
 from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, Precision, TreeDef
 from haiku_implicit.quantized.cpu import native
 from haiku_implicit.quantized.gpu import pallas
-from haiku_implicit.quantized.layout import Order, matrices, sizes
+from haiku_implicit.quantized.layout import Order, matrices, may_be_served, sizes
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products import reference
@@ -90,8 +90,11 @@ def _of_matrices(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Extends a product of `[batch, m, i]` to any number of axes in place of `batch` and `m`."""
 
     @_with_standard_promotion
-    def run(x: jax.Array, *leaves: jax.Array, order: Order, **params: EqnParam) -> Any:
-        out = fun(x.reshape(_flat(x.shape, order)), *leaves, order=order, **params)
+    def run(
+        x: jax.Array, *leaves: jax.Array, treedef: TreeDef, order: Order, **params: EqnParam
+    ) -> Any:
+        flat = x.reshape(_flat(x.shape, order))
+        out = fun(flat, treedef.unflatten(leaves), order=order, **params)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     return run
@@ -208,9 +211,9 @@ def _gradients_of_scales(
         )
         for shape, dtype in structs
     ]
-    flat = [matrices(s, order) for s in (codes, *zeros)]
+    q = matrices(treedef.unflatten((codes, *zeros)), order)
     ct, x = (y.reshape(_flat(y.shape, order)) for y in (ct, x))
-    found = reference.gradients_of_scales(ct, x, flat[0], flat[1:], treedef, precision)
+    found = reference.gradients_of_scales(ct, x, q, precision)
     lead, back = np.take(codes.shape, order[:-1]), tuple(map(int, np.argsort(order)))
     return jnp.stack([jnp.transpose(s.reshape(*lead, s.shape[-1]), back) for s in found])
 
@@ -251,9 +254,9 @@ def _lower(
 ) -> Any:
     """Lowers the product to a kernel if it applies, or to products of parts on several devices."""
     x, *leaves = ctx.avals_in
+    q: QuantizedMatrix = params["treedef"].unflatten(leaves)
     devices = devices_of(ctx.module_context)
     if mesh is not None and devices is not None and devices.number > 1:
-        q = params["treedef"].unflatten(leaves)
 
         def part(*operands: jax.Array, parts: Parts) -> jax.Array:
             out: jax.Array = quantized_matmul_p.bind(*operands, mesh=mesh, **params)
@@ -264,8 +267,8 @@ def _lower(
     flat = jax.ShapeDtypeStruct(_flat(x.shape, params["order"]), x.dtype)
     # (The partitioner would gather all operands of a foreign call on each device.)
     on_one = devices is not None and devices.number == 1
-    served = on_one and applies(flat, leaves, **params)
-    fun = _of_matrices(kernel) if served else _reference
+    known = may_be_served(flat, q, params["precision"], params["dtype"])
+    fun = _of_matrices(kernel) if on_one and known and applies(flat, q) else _reference
     return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands, **params)
 
 
