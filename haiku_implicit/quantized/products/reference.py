@@ -94,8 +94,8 @@ def gradients_of_scales(
             of_w = jax.lax.dot(of_rows.T, other, precision=precision, preferred_element_type=wide)
 
             def values(*scales: jax.Array) -> jax.Array:
-                dense = treedef.unflatten((codes, *scales))._replace(axis=-1).materialize()
-                return dense.astype(wide)
+                own: QuantizedMatrix = jax.tree.unflatten(treedef, (codes, *scales))
+                return own._replace(axis=-1).materialize().astype(wide)
 
             return jax.linear_transpose(values, *scales)(of_w)
 
