@@ -67,14 +67,15 @@ class Fixed:
         return self.fun(*self.arguments, *operands, parts=parts)
 
 
-def by_parts(fun: Fun, axes: Axes, *operands: Array) -> jax.Array:
+def by_parts(fun: Fun, axes: Axes, *operands: Array, dense: bool = True) -> jax.Array:
     """Calls a function that XLA splits over devices by the names of axes.
 
     Args:
-      fun: a hashable function of dense arrays; also called with `parts=`, the part of the whole that
-        they are. Linear in each floating operand, up to a constant.
+      fun: a hashable function of arrays; also called with `parts=`, the part of the whole that they
+        are. Linear in each floating operand, up to a constant.
       axes: the names of the axes of its operands and of its result.
-      *operands: arrays. Implicit ones move as stored, and are dense in `fun`.
+      *operands: arrays. Implicit ones move as stored.
+      dense: whether they are dense in `fun`.
     """
     leaves: list[Array] = []
     treedefs: list[TreeDef] = []
@@ -83,17 +84,21 @@ def by_parts(fun: Fun, axes: Axes, *operands: Array) -> jax.Array:
     for x, own in zip(operands, axes.operands, strict=True):
         of_leaves: list[Names] | None = [own]
         if is_implicit(x):
-            of_leaves = names_of_leaves(x, own)
+            of_leaves = _names_of_leaves(x, own)
+            if of_leaves is None and not dense:
+                return fun(*operands, parts=WHOLE)
             if of_leaves is None:
                 x, of_leaves = interpreter.materialize_array(x), [own]
             else:
-                pieces += pieces_of(x, own)
+                pieces += _pieces_of(x, own)
         own_leaves, treedef = jax.tree.flatten(x)
         leaves += own_leaves
         treedefs.append(treedef)
         names += of_leaves or []
     expanded = Axes(tuple(names), axes.result, tuple(pieces))
-    return _bind(Fixed(_of_leaves, (fun, tuple(treedefs))), expanded, leaves, needs_devices())
+    return _bind(
+        Fixed(_of_leaves, (fun, tuple(treedefs), dense)), expanded, leaves, needs_devices()
+    )
 
 
 def _bind(fun: Fun, axes: Axes, operands: Sequence[Array], mesh: MeshLike | None) -> jax.Array:
@@ -102,13 +107,13 @@ def _bind(fun: Fun, axes: Axes, operands: Sequence[Array], mesh: MeshLike | None
 
 
 def _of_leaves(
-    fun: Fun, treedefs: Sequence[TreeDef], *leaves: jax.Array, parts: Parts
+    fun: Fun, treedefs: Sequence[TreeDef], dense: bool, *leaves: jax.Array, parts: Parts
 ) -> jax.Array:
-    """Calls a function of dense operands, given the leaves of operands with these structures."""
+    """Calls a function, given the leaves of its operands, which have these structures."""
     rest, operands = list(leaves), []
     for treedef in treedefs:
         x = treedef.unflatten(rest[: treedef.num_leaves])
-        operands.append(interpreter.materialize_array(x) if is_implicit(x) else x)
+        operands.append(interpreter.materialize_array(x) if dense and is_implicit(x) else x)
         rest = rest[treedef.num_leaves :]
     return fun(*operands, parts=parts)
 
@@ -117,7 +122,7 @@ def _of_leaves(
 # A type's `field_axes` say which axes of its leaves are axes of the dense array.
 
 
-def names_of_leaves(x: Array, names: Names) -> list[Names] | None:
+def _names_of_leaves(x: Array, names: Names) -> list[Names] | None:
     """Returns the names of the axes of an implicit array's leaves, from the names of its own axes.
 
     None if the type does not define them.
@@ -135,7 +140,7 @@ def names_of_leaves(x: Array, names: Names) -> list[Names] | None:
     return found
 
 
-def pieces_of(x: Array, names: Names) -> list[tuple[str, int]]:
+def _pieces_of(x: Array, names: Names) -> list[tuple[str, int]]:
     """Returns for each axis name of an implicit array the most parts that its leaves can be cut into.
 
     The numbers of parts are the divisors of the number of devices.

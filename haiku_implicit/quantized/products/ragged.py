@@ -8,7 +8,7 @@ CPU, JAX's own product multiplies all rows with the matrices of all groups.)
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,17 +18,15 @@ from jax.sharding import Sharding
 
 from haiku_implicit.core.binary import BinaryCall
 from haiku_implicit.core.sharding import is_split
-from haiku_implicit.core.typing import Array, EqnParam, Result, TreeDef
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.blocks import slices
 from haiku_implicit.quantized.products.by_parts import (
     Fixed,
     by_parts,
     is_wanted,
-    names_of_leaves,
-    pieces_of,
 )
-from haiku_implicit.quantized.products.partitioned import WHOLE, Axes, Names, Parts, Pieces
+from haiku_implicit.quantized.products.partitioned import WHOLE, Axes, Parts, Pieces
 from haiku_implicit.quantized.products.stored import quantized_dot
 from haiku_implicit.quantized.products.tiles import tiles_of
 
@@ -68,26 +66,24 @@ class RowNumbers(NamedTuple):
         n = len(self.x_batch)
         return self._replace(x_rows=n, x_contracted=n + 1, x_batch=tuple(range(n)))
 
-    def names_of_matrices(self) -> Names:
-        """Names the axes of the stacked matrices."""
-        at: dict[int, str] = {axis: f"batch{i}" for i, axis in enumerate(self.w_batch)}
-        at |= {self.w_group: "groups", self.w_contracted: "inputs"}
-        return tuple(at.get(i, "outputs") for i in range(len(self.w_batch) + 3))
-
-    def axes(self, of_matrices: Sequence[Names], sizes_ndim: int, pieces: Pieces = ()) -> Axes:
+    def axes(self, sizes_ndim: int, pieces: Pieces = ()) -> Axes:
         """Names the axes of all operands and of the result.
 
         Args:
-          of_matrices: the names for each leaf of the matrices.
           sizes_ndim: how many axes the sizes of the groups have.
           pieces: see `Axes`.
         """
         batch = [f"batch{i}" for i in range(len(self.x_batch))]
-        at: dict[int, str] = dict(zip(self.x_batch, batch, strict=True))
-        at |= {self.x_rows: "rows", self.x_contracted: "inputs"}
-        of_x = tuple(at[i] for i in range(len(at)))
-        of_sizes = (*(batch if sizes_ndim > 1 else ()), None)
-        return Axes((of_x, *of_matrices, of_sizes), (*batch, "rows", "outputs"), pieces)
+        of_x: dict[int, str] = dict(zip(self.x_batch, batch, strict=True))
+        of_x |= {self.x_rows: "rows", self.x_contracted: "inputs"}
+        of_w: dict[int, str] = dict(zip(self.w_batch, batch, strict=True))
+        of_w |= {self.w_group: "groups", self.w_contracted: "inputs"}
+        operands = (
+            tuple(of_x[i] for i in range(len(of_x))),
+            tuple(of_w.get(i, "outputs") for i in range(len(of_w) + 1)),
+            (*(batch if sizes_ndim > 1 else ()), None),
+        )
+        return Axes(operands, (*batch, "rows", "outputs"), pieces)
 
 
 def row_numbers(
@@ -148,16 +144,12 @@ def quantized_ragged_dot(
     if numbers is None or not q.activation_config.by_rows:
         return NotImplemented
     options = params.get("precision"), params.get("preferred_element_type")
-    leaves, treedef = jax.tree.flatten(q)
-    fun = Fixed(_of_leaves, (numbers, options, treedef))
-    names = numbers.names_of_matrices()
-    of_leaves = names_of_leaves(q, names) if is_wanted(x, q, group_sizes) else None
-    if of_leaves is None:
-        return _run(fun, x, *leaves, group_sizes)
+    fun = Fixed(_of_stored, (numbers, options))
+    if not is_wanted(x, q, group_sizes):
+        return _run(fun, x, q, group_sizes)
     # The rounding of activations needs whole rows.
-    pieces = (*pieces_of(q, names), *([] if q.activation is None else [("inputs", 1)]))
-    axes = numbers.axes(of_leaves, group_sizes.ndim, pieces)
-    return by_parts(fun, axes, x, *leaves, group_sizes)
+    pieces = () if q.activation is None else (("inputs", 1),)
+    return by_parts(fun, numbers.axes(group_sizes.ndim, pieces), x, q, group_sizes, dense=False)
 
 
 # Jitted, because eager code would allocate each intermediate value.
@@ -167,17 +159,15 @@ def _run(fun: Any, *operands: jax.Array) -> jax.Array:
     return out
 
 
-def _of_leaves(
+def _of_stored(
     numbers: RowNumbers,
     options: tuple[Any, Any],
-    treedef: TreeDef,
     x: jax.Array,
-    *others: jax.Array,
+    q: QuantizedMatrix,
+    sizes: jax.Array,
     parts: Parts,
 ) -> jax.Array:
-    """Computes the product with stored matrices, given by their leaves, and the groups' sizes."""
-    *leaves, sizes = others
-    q = treedef.unflatten(leaves)
+    """Computes the product with stored matrices; `options` are precision and dtype."""
     precision, dtype = options
     params = dict(precision=precision, preferred_element_type=dtype, out_sharding=None)
 
@@ -214,8 +204,7 @@ def small_ragged_dot(
     fun = Fixed(_of_dense, (numbers, tuple(options.items())))
     if not is_wanted(x, w, group_sizes):
         return fun(x, w, group_sizes, parts=WHOLE)
-    axes = numbers.axes([numbers.names_of_matrices()], group_sizes.ndim)
-    return by_parts(fun, axes, x, w, group_sizes)
+    return by_parts(fun, numbers.axes(group_sizes.ndim), x, w, group_sizes)
 
 
 def _of_dense(
