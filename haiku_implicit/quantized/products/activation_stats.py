@@ -87,17 +87,16 @@ class QuantStats:
         """Repeats the first of the statistics, for a weight with other batch axes."""
         if self.sums is None or np.shape(self.count) == batch:
             return self
-        first = self.first()
-        arrays = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (*batch, *np.shape(x))), (first.sums, first.count)
+        out: QuantStats = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (*batch, *np.shape(x))), self.first()
         )
-        return dataclasses.replace(self, sums=arrays[0], count=arrays[1])
+        return out
 
     def first(self) -> "QuantStats":
         """Returns the statistics of the first matrix of a batch (a kernel is a batch of matrices)."""
         at = (0,) * np.ndim(self.count)
-        sums = {name: x[at] for name, x in (self.sums or {}).items()}
-        return dataclasses.replace(self, sums=sums, count=self.count[at])
+        out: QuantStats = jax.tree.map(lambda x: x[at], self)
+        return out
 
 
 serialization.register_node(

@@ -119,10 +119,6 @@ _FLAT_NAMES = {
 OP_NAMES = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot")
 _SAME_OP = {"einsum": "dot_general"}
 
-_GRADIENT_OPTIONS = {
-    option: f"bwd_{option}" for option in ("qtype", "calibration_method", "stochastic_rounding")
-}
-
 
 @static_values
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,11 +215,8 @@ class QuantRule:
         if self.weight_qtype is None:
             raise ValueError("weight_qtype: None leaves the weight as it is")
         method: str | None = self.weight_calibration_method
-        recipe = self.weight_qtype in formats.RECIPES
-        fmt = None if recipe else formats.find(self.weight_qtype)
-        size = (
-            round(length * self.tile_size) if isinstance(self.tile_size, float) else self.tile_size
-        )
+        fmt, size = formats.FORMATS.get(self.weight_qtype), self.tile_size  # None for a recipe
+        size = round(length * size) if isinstance(size, float) else size
         if method == "absmax" and fmt is not None and (fmt.offset or fmt.name in formats.BY_MEAN):
             method = None  # the rules' default suits only formats with a symmetric range
         return dict(
@@ -246,15 +239,14 @@ class QuantRule:
         """
         static = self.act_static_scale and not is_weight
         return self._operand(
-            dict(qtype="weight_qtype", calibration_method="weight_calibration_method")
-            if is_weight
-            else dict(qtype="act_qtype", calibration_method="act_calibration_method"),
+            "weight" if is_weight else "act",
             tile_size=self.tile_size,
             static_axes=tuple(self.act_batch_axes) if static else None,
         )
 
-    def _operand(self, names: Mapping[str, str], **others: Any) -> OperandConfig:
-        """Makes a configuration of options that the rule has under other names, and other options."""
+    def _operand(self, prefix: str, *more: str, **others: Any) -> OperandConfig:
+        """Makes a configuration of options that the rule has with a prefix, and other options."""
+        names = {option: f"{prefix}_{option}" for option in ("qtype", "calibration_method", *more)}
         own = {option: getattr(self, name) for option, name in names.items()}
         with renamed(names):
             return OperandConfig(**own, **others)
@@ -341,7 +333,8 @@ class QtRule(QuantRule):
             configs[side] = self.operand(is_weight)
             configs[f"d{side}_residual"] = OperandConfig(tile_size=tile_size)
             configs[f"d{side}_grad"] = self._operand(
-                _GRADIENT_OPTIONS,
+                "bwd",
+                "stochastic_rounding",
                 disable_channelwise_axes=self.disable_channelwise_axes,
                 tile_size=tile_size,
                 channelwise_noise_axes=self.channelwise_noise_axes,
