@@ -76,7 +76,8 @@ def quantize(
     if limits is not None or clips:  # else the range already shows such elements
         low, high = ranges.tainted(x, config, axes, (low, high))
     if low is None:
-        scale, zero_point = _nonzero(high * np.asarray(1 / _bound(fmt), high.dtype)), None
+        bound = fmt.largest + 0.5 if fmt.is_integer else fmt.largest  # see `ranges`
+        scale, zero_point = _nonzero(high * np.asarray(1 / bound, high.dtype)), None
     else:
         scale, zero_point = _asymmetric(low, high, fmt)
     # The largest magnitude is a tie between two codes. The barriers make every compiled program take
@@ -141,14 +142,9 @@ def stored_matrix(x: QuantizedOperand, qtype: str, dtype: DType) -> QuantizedMat
             f"{codes.shape[-1]}"
         )
     codes = jnp.concatenate([codes, jnp.repeat(codes[..., -1:], padding, -1)], axis=-1)
-    return QuantizedMatrix.from_parts(
-        formats.pack(codes, fmt),
-        scale,
-        None if offset is None else by_column(offset),
-        dtype=fmt.name,
-        padding=padding,
-        out_dtype=None if scale.dtype == dtype else dtype,
-    )
+    offset = None if offset is None else by_column(offset)
+    matrix = QuantizedMatrix(formats.pack(codes, fmt), scale, offset, fmt.name, padding=padding)
+    return matrix if matrix.dtype == dtype else matrix._replace(dtype=dtype)
 
 
 def _storage(
@@ -203,11 +199,6 @@ def expand(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if have not in (1, want):
             scale = formats.repeated(scale, want // have, axis)
     return scale
-
-
-def _bound(fmt: formats.Format) -> float:
-    """Returns the largest magnitude of a symmetric range, in units of the scale; see `ranges`."""
-    return fmt.largest + 0.5 if fmt.is_integer else fmt.largest
 
 
 def _asymmetric(
