@@ -14,7 +14,6 @@ keep all of the GPU's memory busy, each sum is split among several, and XLA adds
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -99,15 +98,14 @@ def pallas_matmul(
     q = matrices(q, order)
     batch, m, _ = x.shape
     plan = plan_of(m, batch, q, x.dtype, precision)
-    operands = [x, _bytes(q.codes), readable(q.scale)]
-    if q.offset is not None:
-        operands.append(readable(q.offset))
-    if plan.matrix.has_table:
-        operands.append(jnp.asarray(plan.matrix.format.table, jnp.float32))
+    offset = None if q.offset is None else readable(q.offset)
+    has_table, values = plan.matrix.has_table, plan.matrix.format.table
+    table = jnp.asarray(values, jnp.float32) if has_table else None
+    operands = x, _bytes(q.codes), readable(q.scale), offset, table
     splits = plan.tile.splits
     shape = (splits, batch, m, q.shape[-1])
-    out = compat.struct(shape, jnp.float32 if splits > 1 else dtype, like=operands)
-    y = _call(plan, out, operands, q.offset is not None, interpret)
+    out = compat.struct(shape, jnp.float32 if splits > 1 else dtype, like=jax.tree.leaves(operands))
+    y = _call(plan, out, operands, interpret)
     return y.sum(0).astype(dtype) if splits > 1 else y[0]
 
 
@@ -116,11 +114,7 @@ def _bytes(codes: jax.Array) -> jax.Array:
 
 
 def _call(
-    plan: Plan,
-    out: jax.ShapeDtypeStruct,
-    operands: Sequence[Array],
-    has_offset: bool,
-    interpret: bool,
+    plan: Plan, out: jax.ShapeDtypeStruct, operands: tuple[Any, ...], interpret: bool
 ) -> jax.Array:
     # Imported here, because importing Pallas takes longer than importing this library.
     from jax.experimental import pallas as pl
@@ -130,10 +124,8 @@ def _call(
     if plan.few:
         run = kernels.few_along_groups
 
-    def kernel(*refs: Any) -> None:
-        x, codes, scale, *others, y = refs
-        offset = others.pop(0) if has_offset else None
-        run(plan, kernels.Refs(x, codes, scale, offset, others[0] if others else None, y))
+    def kernel(refs: Any, y: Any) -> None:
+        run(plan, kernels.Refs(*refs, y=y))
 
     def whole(x: jax.Array) -> Any:  # of one matrix of the batch
         if x.ndim == 1:
@@ -147,10 +139,10 @@ def _call(
         out_shape=out,
         # Programs for one part of the matrix run one after another.
         grid=(parts(plan.m, tile.m), columns(plan), *out.shape[:2]),
-        in_specs=[whole(x) for x in operands],
+        in_specs=[jax.tree.map(whole, operands)],
         out_specs=result,
         compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         name="quantized_matmul",
         interpret=interpret,
     )
-    return call(*operands)
+    return call(operands)
