@@ -124,8 +124,8 @@ def _call(
     if plan.few:
         run = kernels.few_along_groups
 
-    def kernel(refs: Any, y: Any) -> None:
-        run(plan, kernels.Refs(*refs, y=y))
+    def kernel(refs: tuple[Any, Any, Any, Any, Any], y: Any) -> None:
+        run(plan, kernels.Refs(*refs, y))
 
     def whole(x: jax.Array) -> Any:  # of one matrix of the batch
         if x.ndim == 1:
