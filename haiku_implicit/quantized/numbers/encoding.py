@@ -208,11 +208,11 @@ def _codes(
         dense = _decoded(x) if isinstance(x, Encoded) else x
         return formats.by_rows(dense, stored.shape[-2])[..., None]
 
-    scale, offset = _each(of_rows, held)
-    if moments is None:
-        grouped = stored.reshape(*scale.shape[:-1], stored.shape[-1] // scale.shape[-2])
-        return calibration.encode(grouped, scale, offset, fmt)
-    return gptq.codes(stored, moments, scale, offset, fmt)
+    held = _each(of_rows, held)
+    if moments is not None:
+        return gptq.codes(stored, moments, held, fmt)
+    grouped = stored.reshape(*held.scale.shape[:-1], stored.shape[-1] // held.scale.shape[-2])
+    return calibration.encode(grouped, *held, fmt)
 
 
 def _decoded(x: Encoded) -> jax.Array:
