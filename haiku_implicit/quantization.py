@@ -8,10 +8,20 @@ from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.numbers.formats import register_format
 from haiku_implicit.quantized.numbers.options import OperandConfig
 from haiku_implicit.quantized.products.activation_stats import QuantStats
-from haiku_implicit.quantized.products.by_rule import conv_general_dilated, dot_general, ragged_dot
-from haiku_implicit.quantized.products.config import GradientConfig, ProductConfig
-from haiku_implicit.quantized.products.einsum import einsum
-from haiku_implicit.quantized.products.rules import QtRule, QuantRule, matching_rule, unused_rules
+from haiku_implicit.quantized.products.by_rule import (
+    conv_general_dilated,
+    dot_general,
+    einsum,
+    ragged_dot,
+)
+from haiku_implicit.quantized.products.rules import (
+    GradientConfig,
+    ProductConfig,
+    QtRule,
+    QuantRule,
+    matching_rule,
+    unused_rules,
+)
 
 __all__ = [
     "formats",

@@ -230,12 +230,11 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
           >>> w.shape, hki.materialize(w)[:, 0][::16].tolist()
           ((64, 3), [0.0, 0.5, 0.0, 0.5])
         """
-        parts = dict(codes=codes, scale=scale, offset=offset)
-        parts = {
-            name: x if x is None or is_implicit(x) else jnp.asarray(x) for name, x in parts.items()
-        }
-        fmt = formats.find(dtype)
-        return cls(**parts, format=fmt.name, axis=axis, padding=padding, dtype=out_dtype)
+        codes, scale, offset = (
+            x if x is None or is_implicit(x) else jnp.asarray(x) for x in (codes, scale, offset)
+        )
+        name = formats.find(dtype).name
+        return cls(codes, scale, offset, name, axis, padding, dtype=out_dtype)
 
     def with_activation(self, activation: str | None) -> "QuantizedMatrix":
         """Returns this matrix with another format for the activations of its products, or None.

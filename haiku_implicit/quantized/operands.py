@@ -76,7 +76,8 @@ def quantize(
     if limits is not None or clips:  # else the range already shows such elements
         low, high = ranges.tainted(x, config, axes, (low, high))
     if low is None:
-        scale, zero_point = _nonzero(high * np.asarray(1 / _bound(fmt), high.dtype)), None
+        bound = fmt.largest + 0.5 if fmt.is_integer else fmt.largest  # see `ranges`
+        scale, zero_point = _nonzero(high * np.asarray(1 / bound, high.dtype)), None
     else:
         scale, zero_point = _asymmetric(low, high, fmt)
     # The largest magnitude is a tie between two codes. The barriers make every compiled program take
@@ -99,7 +100,7 @@ def quantize(
 def stored_operand(q: QuantizedMatrix) -> QuantizedOperand:
     """Unpacks a stored matrix as an operand: as codes if these are numbers that need only a scale."""
     fmt = formats.find(q.format)
-    whole = _is_integer(fmt) and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
+    whole = fmt.is_integer and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
     plain = q.offset is None and q.rounded_to is None and not is_implicit(q.scale)
     if not plain or not (whole or fmt.is_float):
         return QuantizedOperand(q.with_row_scales().materialize(), None)
@@ -141,21 +142,16 @@ def stored_matrix(x: QuantizedOperand, qtype: str, dtype: DType) -> QuantizedMat
             f"{codes.shape[-1]}"
         )
     codes = jnp.concatenate([codes, jnp.repeat(codes[..., -1:], padding, -1)], axis=-1)
-    return QuantizedMatrix.from_parts(
-        formats.pack(codes, fmt),
-        scale,
-        None if offset is None else by_column(offset),
-        dtype=fmt.name,
-        padding=padding,
-        out_dtype=None if scale.dtype == dtype else dtype,
-    )
+    offset = None if offset is None else by_column(offset)
+    matrix = QuantizedMatrix(formats.pack(codes, fmt), scale, offset, fmt.name, padding=padding)
+    return matrix if matrix.dtype == dtype else matrix._replace(dtype=dtype)
 
 
 def _storage(
     x: QuantizedOperand, fmt: formats.Format
 ) -> tuple[formats.Format, jax.Array, jax.Array | None]:
     """Returns the format, the unpacked codes and the offset (if any) that store an operand's values."""
-    if not _is_integer(fmt):
+    if not fmt.is_integer:
         return fmt, x.codes if fmt.is_float else formats.nearest(x.codes, fmt), None
     codes = x.codes.astype(jnp.int16)
     if x.zero_point is None or x.scale is None:
@@ -205,15 +201,10 @@ def expand(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return scale
 
 
-def _bound(fmt: formats.Format) -> float:
-    """Returns the largest magnitude of a symmetric range, in units of the scale; see `ranges`."""
-    return fmt.largest + 0.5 if _is_integer(fmt) else fmt.largest
-
-
 def _asymmetric(
     low: jax.Array, high: jax.Array, fmt: formats.Format
 ) -> tuple[jax.Array, jax.Array]:
-    if not _is_integer(fmt):
+    if not fmt.is_integer:
         raise ValueError(
             "calibration method: 'minmax' and ranges that are not symmetric need an integer format, "
             f"got {fmt.name!r}; use 'absmax'"
@@ -235,12 +226,8 @@ def _nonzero(scale: jax.Array) -> jax.Array:
 # --- codes ---------------------------------------------------------------------------------------
 
 
-def _is_integer(fmt: formats.Format) -> bool:
-    return not fmt.is_float and fmt.table is None
-
-
 def _codes(relative: jax.Array, fmt: formats.Format) -> jax.Array:
-    if _is_integer(fmt):
+    if fmt.is_integer:
         return jnp.clip(jnp.round(relative), fmt.lowest, fmt.largest).astype(jnp.int8)
     codes = formats.nearest(relative, fmt)
     return codes if fmt.is_float else formats.decode(codes, relative.dtype, fmt)

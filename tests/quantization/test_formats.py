@@ -51,12 +51,9 @@ def test_packing(name):
     for row, bytes_of_row in zip(codes, np.asarray(stored), strict=True):
         for group, own in zip(row, np.split(bytes_of_row, 3), strict=True):
             assert (bits_of(own, fmt, g) == group).all()
-    group, places = formats.locate(jnp.arange(3 * g), g, fmt)
-    found = sum(
-        ((stored[0][p.position] >> p.shift.astype(np.uint8)) & (2**p.bits - 1)) << p.below
-        for p in places
-    )
-    assert (found == codes[0].ravel()).all() and (group == np.arange(3 * g) // g).all()
+    at = jnp.arange(3 * g)
+    found = formats.codes_at(at // g, at % g, g, fmt, lambda places: stored[0][places])
+    assert (found == codes[0].ravel()).all()
 
 
 # Bits of codes and of scales for each weight of [1024, 768], groups along the 1024.

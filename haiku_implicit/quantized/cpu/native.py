@@ -4,24 +4,24 @@ There are two: `QuantizedMatmul` decodes the matrix and multiplies floats, `Inte
 integer codes with activations rounded to int8. `build` compiles and registers them.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Array, DType, Precision, TreeDef
+from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized import operands
 from haiku_implicit.quantized.cpu import build
-from haiku_implicit.quantized.layout import Order, sizes
+from haiku_implicit.quantized.layout import FLOATS, Order, readable, sizes
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
-# The dtypes that the kernels serve, with the kernels' numbers for rounding to them.
-_FLOATS = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
 _KINDS = {"int8": 1, "fp8_e4m3": 3, "fp8_e5m2": 4}
+
+# The types of numbers that the kernels read.
+_NUMBERS: dict[type, Any] = {int: np.int64, float: np.float32}
 
 # Sums of more products of 8-bit integers might overflow 32 bits.
 _LARGEST_GROUP = 1 << 16
@@ -29,81 +29,40 @@ _LARGEST_GROUP = 1 << 16
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
 
 
-def applies(
-    x: Array,
-    leaves: Sequence[Array],
-    treedef: TreeDef,
-    order: Any,
-    precision: Precision,
-    dtype: DType,
-) -> bool:
-    """Whether there is a kernel for a product.
+def applies(x: Array, q: QuantizedMatrix) -> bool:
+    """Whether there is a kernel for a product that `may_be_served`: codes of one or two planes.
 
     Args:
-      x: `[batch, m, i]`, an array or its shape and dtype, as are the leaves.
-      leaves: the leaves of the quantized matrices.
-      treedef: their structure.
-      order, precision, dtype: as for `quantized_matmul`.
+      x, q: as for `may_be_served`.
     """
-    q = treedef.unflatten(leaves)
-    algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
-    return (
-        x.dtype in _FLOATS
-        and dtype in _FLOATS
-        and q.dtype in _FLOATS
-        and q.scale.dtype != np.float64
-        and q.rounded_to is None
-        and len(formats.find(q.format).planes) <= 2
-        and not isinstance(precision, algorithm)
-        and 0 not in x.shape
-        and 0 not in q.shape
-        and build.available()
-    )
+    return len(formats.find(q.format).planes) <= 2 and build.available()
 
 
-def native_matmul(
-    x: jax.Array, *leaves: jax.Array, treedef: TreeDef, order: Any, dtype: DType, **_: Any
-) -> Any:
+def native_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, dtype: DType, **_: Any) -> Any:
     """Computes the product with a native kernel, in float32 or integer sums.
 
     Args:
       x: `[batch, m, i]`.
-      *leaves: the leaves of the quantized `[batch, i, o]`.
-      treedef: their structure.
+      q: `[batch, i, o]`.
       order: as for `quantized_matmul`.
       dtype: the dtype of the result.
     """
-    q: QuantizedMatrix = treedef.unflatten(leaves)
     x = x.astype(jnp.float32)
     integers = _integers(q, x.shape[-2])
     if integers is not None:
-        return _integer_matmul(x, q, order, integers).astype(dtype)
+        return _call("IntegerMatmul", x, q, order, **integers).astype(dtype)
     if q.activation is not None:
         x = operands.rounded_rows(x, q)
-    return _quantized_matmul(x, q, order).astype(dtype)
-
-
-def _quantized_matmul(x: jax.Array, q: QuantizedMatrix, order: Order) -> jax.Array:
-    fmt = formats.find(q.format)
-    along_rows = q.axis == -1
-    batch, m, length = x.shape
-    packed = 0 if along_rows else _size_packed(batch, m, length)
-    numbers = dict(
-        kind=0 if fmt.bits <= 4 else _KINDS.get(fmt.name, 2),
-        rounding=_FLOATS[q.dtype],
-        bias=fmt.bias if fmt.bits > 4 else 0,
-    )
-    y, _packed = _call(
-        "QuantizedMatmul",
-        x,
-        q,
-        order,
-        packed,
+    fmt, along_rows = formats.find(q.format), q.axis == -1
+    how = dict(
         along_rows=along_rows,
         table=_table(fmt),
-        **{name: np.int64(value) for name, value in numbers.items()},
+        kind=0 if fmt.bits <= 4 else _KINDS.get(fmt.name, 2),
+        rounding=FLOATS[q.dtype],
+        bias=int(fmt.bias) if fmt.bits > 4 else 0,
     )
-    return y
+    packed = 0 if along_rows else _size_packed(*x.shape)
+    return _call("QuantizedMatmul", x, q, order, packed, **how).astype(dtype)
 
 
 def _size_packed(batch: int, m: int, length: int) -> int:
@@ -113,24 +72,15 @@ def _size_packed(batch: int, m: int, length: int) -> int:
     return -(-min(m, 512) // 32) * 32 * length
 
 
-class _Integers(NamedTuple):
-    """How stored codes become unsigned integers, and how these become values.
-
-    Attributes:
-      table: the integer of each code of four bits; for eight bits, the number to add to each code.
-      bias: the number to subtract then.
-      unit: the factor of the result.
-    """
-
-    table: np.ndarray
-    bias: int
-    unit: float
-
-
-def _integers(q: QuantizedMatrix, m: int) -> _Integers | None:
+def _integers(q: QuantizedMatrix, m: int) -> dict[str, Any] | None:
     """Returns how `IntegerMatmul` reads a matrix; None if it cannot, or is slower for `m` rows.
 
     With many rows, scaling the sums of small groups takes longer than multiplying integers saves.
+
+    Returns:
+      `table`: the unsigned integer of each code of four bits; for eight bits, the number to add to each
+      code. `bias`: the number to subtract then. `unit`: the factor of the result. `in_groups`: whether
+      activations have a scale for each group.
     """
     fmt = formats.find(q.format)
     group = -(-q.shape[q.axis] // q.scale.shape[-1])
@@ -138,9 +88,10 @@ def _integers(q: QuantizedMatrix, m: int) -> _Integers | None:
         return None
     if m > _FEW and group < _SMALLEST_GROUP_OF_MANY:
         return None
+    in_groups = q.activation == "int8,groups"
     if fmt.name in ("int8", "uint8"):
         bias = 128 if fmt.name == "int8" else 0
-        return _Integers(np.asarray([bias]), bias, 1.0)
+        return dict(table=np.asarray([bias], np.int64), bias=bias, unit=1.0, in_groups=in_groups)
     if fmt.planes != (4,):
         return None
     table = _table(fmt)
@@ -150,42 +101,23 @@ def _integers(q: QuantizedMatrix, m: int) -> _Integers | None:
             bias = -int(integers.min())
             if int(integers.max()) + bias > 255:
                 return None
-            return _Integers(integers + bias, bias, unit)
+            return dict(table=integers + bias, bias=bias, unit=unit, in_groups=in_groups)
     return None
-
-
-def _integer_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, integers: _Integers) -> Any:
-    (y,) = _call(
-        "IntegerMatmul",
-        x,
-        q,
-        order,
-        table=integers.table.astype(np.int64),
-        bias=np.int64(integers.bias),
-        unit=np.float32(integers.unit),
-        in_groups=q.activation == "int8,groups",
-    )
-    return y
 
 
 def _call(
     handler: str, x: jax.Array, q: QuantizedMatrix, order: Order, *memory: int, **attributes: Any
 ) -> Any:
-    """Calls a handler; returns the product, and working memory of the sizes `memory`."""
+    """Calls a handler with working memory of these sizes; returns the product."""
     shapes = [(*x.shape[:2], sizes(q, order)[-1]), *((size,) for size in memory)]
     like = (x, *jax.tree.leaves(q))
     results = [compat.struct(shape, jnp.float32, like=like) for shape in shapes]
     arrays = dict(planes=(*formats.find(q.format).planes, 0)[:2], order=order[:-1])
     attributes |= {name: np.asarray(array, np.int64) for name, array in arrays.items()}
+    numbers = {name: _NUMBERS[type(x)](x) for name, x in attributes.items() if type(x) in _NUMBERS}
     call = jax.ffi.ffi_call(build.PREFIX + handler, results)
-    return call(x, q.codes, _readable(q.scale), _readable(q.offset), **attributes)
-
-
-def _readable(scale: jax.Array | None) -> jax.Array:
-    """Casts scales to a dtype that the kernels read; replaces None by an empty array."""
-    if scale is None:
-        return jnp.zeros(0, jnp.float32)
-    return scale if scale.dtype in _FLOATS else scale.astype(jnp.float32)
+    offset = jnp.zeros(0, jnp.float32) if q.offset is None else readable(q.offset)
+    return call(x, q.codes, readable(q.scale), offset, **attributes | numbers)[0]
 
 
 def _table(fmt: formats.Format) -> np.ndarray:

@@ -71,7 +71,7 @@ def few_along_groups(plan: Plan, refs: Refs) -> None:
         for digit in range(plan.matrix.digits):
             values, k = _values(plan, refs, read, digit), _elements(plan, pieces, digit)
             for m, total in enumerate(totals):
-                x = _load(refs.x, (jnp.full_like(k.index, m), k.index), k.mask)
+                x = compat.pallas_load(refs.x, (jnp.full_like(k.index, m), k.index), k.mask)
                 totals[m] = total + (values * x.astype(jnp.float32)[None]).sum(2)
         return tuple(totals)
 
@@ -194,10 +194,6 @@ def _both(a: Array, b: Array) -> Any:
     return b if a is None else a if b is None else a & b
 
 
-def _load(ref: Any, index: Any, mask: Any) -> jax.Array:
-    return compat.pallas_load(ref, index, mask)
-
-
 def _store(ref: Any, index: Any, value: jax.Array, mask: Any) -> None:
     compat.pallas_store(ref, index, value.astype(ref.dtype), mask)
 
@@ -209,7 +205,7 @@ def _pairs(a: Block, b: Block) -> tuple[Any, Any]:
 
 
 def _load_pairs(ref: Any, a: Block, b: Block) -> jax.Array:
-    return _load(ref, *_pairs(a, b))
+    return compat.pallas_load(ref, *_pairs(a, b))
 
 
 def _store_pairs(ref: Any, a: Block, b: Block, value: jax.Array) -> None:
@@ -240,7 +236,7 @@ def _read(refs: Refs, rows: Block, pieces: Pieces) -> Read:
         for ref in (refs.scale, refs.offset)
     )
     rows, byte = rows.at(1, 2), pieces.byte.at(0)
-    codes = _load(refs.codes, (rows.index, byte.index), _both(rows.mask, byte.mask))
+    codes = compat.pallas_load(refs.codes, (rows.index, byte.index), _both(rows.mask, byte.mask))
     return Read(codes, scale, offset)
 
 
@@ -262,7 +258,7 @@ def _decoded(codes: jax.Array, fmt: formats.Format, table: Any) -> jax.Array:
     if fmt.is_float or fmt.name == "fp4":
         return _from_small_float(codes, fmt)
     if table is not None:
-        return _load(table, (codes,), None)
+        return compat.pallas_load(table, (codes,), None)
     if fmt.bias % 1:
         return codes.astype(jnp.float32) - fmt.bias
     # From the bits of 2^23 + code: GPUs convert integers more slowly than they subtract floats.

@@ -14,7 +14,6 @@ keep all of the GPU's memory busy, each sum is split among several, and XLA adds
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,15 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Array, DType, Precision, TreeDef
+from haiku_implicit.core.typing import Array, DType, Precision
 from haiku_implicit.quantized.gpu import kernels
 from haiku_implicit.quantized.gpu.tiles import Plan, columns, parts, plan_of
-from haiku_implicit.quantized.layout import Order, matrices
+from haiku_implicit.quantized.layout import Order, matrices, readable
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
-
-# The dtypes of activations, weights, scales and results that the kernel serves.
-_FLOATS = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 _CAPABILITY = 8.0  # of the oldest GPUs that Triton compiles for
 
@@ -60,25 +56,15 @@ def supported() -> bool:
     return float(getattr(device, "compute_capability", 0)) >= _CAPABILITY
 
 
-def applies(
-    x: Array,
-    leaves: Sequence[Array],
-    treedef: TreeDef,
-    precision: Precision,
-    dtype: DType,
-    **_: Any,
-) -> bool:
-    """Whether the kernel serves these operands: codes of 8, 4, 2 or 1 bits, floats up to float32."""
-    q = treedef.unflatten(leaves)
-    algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
+def applies(x: Array, q: QuantizedMatrix) -> bool:
+    """Whether the kernel serves a product that `may_be_served`: codes of 8, 4, 2 or 1 bits.
+
+    Args:
+      x, q: as for `may_be_served`.
+    """
     return (
-        {np.dtype(x.dtype), np.dtype(dtype), np.dtype(q.dtype)} <= set(_FLOATS)
-        and q.scale.dtype != np.float64
-        and q.rounded_to is None
-        and q.activation is None
+        q.activation is None
         and len(formats.find(q.format).planes) == 1
-        and not isinstance(precision, algorithm)
-        and 0 not in (*x.shape, *q.shape)
         and max(x.size, q.size) < 2**31  # offsets are 32-bit integers
         and available()
     )
@@ -89,19 +75,17 @@ def applies(
 
 def pallas_matmul(
     x: jax.Array,
-    *leaves: jax.Array,
-    treedef: TreeDef,
+    q: QuantizedMatrix,
     order: Order,
     precision: Precision,
     dtype: DType,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes `x @ q` for a batch of matrices, given by leaves.
+    """Computes `x @ q` for a batch of matrices.
 
     Args:
       x: `[batch, m, i]`, of one of the dtypes that the kernel serves.
-      *leaves: the leaves of a quantized `[batch, i, o]` with dense scales for each row.
-      treedef: the structure of the matrix.
+      q: `[batch, i, o]` with dense scales for each row.
       order: as for `quantized_matmul`.
       precision: as for `jax.lax.dot_general`; if it is None or DEFAULT, float32 operands are rounded to
         TensorFloat-32, as in XLA's dense products.
@@ -111,18 +95,17 @@ def pallas_matmul(
     Returns:
       `[batch, m, o]`.
     """
-    q: QuantizedMatrix = treedef.unflatten([matrices(leaf, order) for leaf in leaves])
+    q = matrices(q, order)
     batch, m, _ = x.shape
     plan = plan_of(m, batch, q, x.dtype, precision)
-    operands = [x, _bytes(q.codes), _readable(q.scale)]
-    if q.offset is not None:
-        operands.append(_readable(q.offset))
-    if plan.matrix.has_table:
-        operands.append(jnp.asarray(plan.matrix.format.table, jnp.float32))
+    offset = None if q.offset is None else readable(q.offset)
+    has_table, values = plan.matrix.has_table, plan.matrix.format.table
+    table = jnp.asarray(values, jnp.float32) if has_table else None
+    operands = x, _bytes(q.codes), readable(q.scale), offset, table
     splits = plan.tile.splits
     shape = (splits, batch, m, q.shape[-1])
-    out = compat.struct(shape, jnp.float32 if splits > 1 else dtype, like=(x, *leaves))
-    y = _call(plan, out, operands, q.offset is not None, interpret)
+    out = compat.struct(shape, jnp.float32 if splits > 1 else dtype, like=jax.tree.leaves(operands))
+    y = _call(plan, out, operands, interpret)
     return y.sum(0).astype(dtype) if splits > 1 else y[0]
 
 
@@ -130,16 +113,8 @@ def _bytes(codes: jax.Array) -> jax.Array:
     return codes if codes.dtype == np.uint8 else jax.lax.bitcast_convert_type(codes, jnp.uint8)
 
 
-def _readable(scale: jax.Array) -> jax.Array:
-    return scale if np.dtype(scale.dtype) in _FLOATS else scale.astype(jnp.float32)
-
-
 def _call(
-    plan: Plan,
-    out: jax.ShapeDtypeStruct,
-    operands: Sequence[Array],
-    has_offset: bool,
-    interpret: bool,
+    plan: Plan, out: jax.ShapeDtypeStruct, operands: tuple[Any, ...], interpret: bool
 ) -> jax.Array:
     # Imported here, because importing Pallas takes longer than importing this library.
     from jax.experimental import pallas as pl
@@ -149,10 +124,8 @@ def _call(
     if plan.few:
         run = kernels.few_along_groups
 
-    def kernel(*refs: Any) -> None:
-        x, codes, scale, *others, y = refs
-        offset = others.pop(0) if has_offset else None
-        run(plan, kernels.Refs(x, codes, scale, offset, others[0] if others else None, y))
+    def kernel(refs: tuple[Any, Any, Any, Any, Any], y: Any) -> None:
+        run(plan, kernels.Refs(*refs, y))
 
     def whole(x: jax.Array) -> Any:  # of one matrix of the batch
         if x.ndim == 1:
@@ -166,10 +139,10 @@ def _call(
         out_shape=out,
         # Programs for one part of the matrix run one after another.
         grid=(parts(plan.m, tile.m), columns(plan), *out.shape[:2]),
-        in_specs=[whole(x) for x in operands],
+        in_specs=[jax.tree.map(whole, operands)],
         out_specs=result,
         compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         name="quantized_matmul",
         interpret=interpret,
     )
-    return call(*operands)
+    return call(operands)

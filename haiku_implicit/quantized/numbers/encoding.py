@@ -16,11 +16,7 @@ from haiku_implicit.quantized.numbers.extremes import largest
 _BLOCK = 256  # how many scales share a second-level scale, in 'double'
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("codes", "scale", "offset"),
-    meta_fields=("format", "padding"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Encoded:
     """Codes and scales of the rows of a stored matrix, under the names of `QuantizedMatrix`'s fields.
@@ -36,8 +32,8 @@ class Encoded:
     codes: jax.Array
     scale: Array
     offset: Array
-    format: str
-    padding: int = 0
+    format: str = dataclasses.field(metadata=dict(static=True))
+    padding: int = dataclasses.field(default=0, metadata=dict(static=True))
 
 
 def encode_rows(
@@ -91,69 +87,66 @@ def _encoded(
     weight = 1.0 if moments is None else _importance(stored, moments, tile)
     blocks = _blocks(stored, tile)
     found = calibration.calibrate(blocks, fmt, method, rounding, weight)
-    scale: Array
-    offset: Array
+    held: calibration.Scales
     if scale_dtype in scales.CODES or scales.runs_of(scale_dtype):
-        encoded, lost = _encoded_scales(found, fmt, scale_dtype)
+        held, lost = _encoded_scales(found, fmt, scale_dtype)
         if options.split(method)[0] == "mse":  # again, among the scales that codes can hold
-            rounding = calibration.Rounding(_nearest_of_codes(fmt), encoded)
+            rounding = calibration.Rounding(_nearest_of_codes(fmt), held)
             found = calibration.calibrate(blocks, fmt, method, rounding, weight)
-            encoded = _in_same_blocks(encoded, found)
-        scale, offset = encoded
+            held = _in_same_blocks(held, found)
     else:
-        found = jax.tree.map(lambda x: x[..., 0], found)
-        (scale, offset), lost = scales.store(found, fmt, scale_dtype, method)
+        held, lost = scales.store(_each(lambda x: x[..., 0], found), fmt, scale_dtype, method)
     padding = -tile[1] % fmt.multiple
     if padding:
         stored = jnp.concatenate([stored, jnp.repeat(stored[..., -1:], padding, -1)], axis=-1)
         if products is not None:
             widths = [(0, 0)] * (products.ndim - 2) + [(0, padding)] * 2
             products = jnp.pad(products, widths)
-    codes = _codes(stored, scale, offset, fmt, products)
-    codes = formats.pack(codes, fmt)
-    return Encoded(codes, scale, offset, fmt.name, padding), lost
+    codes = formats.pack(_codes(stored, held, fmt, products), fmt)
+    return Encoded(codes, held.scale, held.offset, fmt.name, padding), lost
 
 
-# Scales (and offsets, if any) that are stored as codes.
-_EncodedScales = tuple[Encoded, Encoded | None]
+# --- scales that are stored as codes -------------------------------------------------------------
+# They are `Scales` of `Encoded`.
+
+
+def _each(fun: Callable[..., Any], *pairs: calibration.Scales) -> Any:
+    """Applies a function to the scales, and to the offsets if there are any."""
+    return jax.tree.map(fun, *pairs, is_leaf=lambda x: isinstance(x, Encoded))
 
 
 def _encoded_scales(
     found: calibration.Scales, fmt: formats.Format, name: str | None
-) -> tuple[_EncodedScales, scales.Lost | None]:
+) -> tuple[calibration.Scales, scales.Lost | None]:
     """Encodes scales in few bits, and says whether their second-level scales do not fit their dtype."""
-    if name == "e4m3":  # NVFP4: one scale for the tensor
-        return (encode_rows(found.scale[..., 0], "fp8_e4m3", "tensor"), None), None
+    tiles, groups = found.scale.shape[-3:-1]
     if runs := scales.runs_of(name):
         return _in_runs(_from_zero(found, fmt), runs)
+    if name == "e4m3":  # NVFP4: one scale for the tensor
+        return _each(lambda x: _in_blocks(x, "fp8_e4m3", tiles, groups), found), None
+    along = _largest_divisor(groups, _BLOCK)
+    block = (_largest_divisor(tiles, _BLOCK // along) if along == groups else 1), along
     # Codes 0 to 255 without an offset, unless some scales are negative.
-    scale = _in_blocks(found.scale, "int8" if fmt.one_sided and not fmt.offset else "uint8")
-    return (scale, None if found.offset is None else _in_blocks(found.offset, "int8")), None
+    code = "int8" if fmt.one_sided and not fmt.offset else "uint8"
+    names: Any = code, None if found.offset is None else "int8"
+    coded = _each(lambda x, name: _in_blocks(x, name, *block), found, calibration.Scales(*names))
+    return coded, None
 
 
 def _in_runs(
     found: calibration.Scales, runs: scales.Runs
-) -> tuple[_EncodedScales, scales.Lost | None]:
+) -> tuple[calibration.Scales, scales.Lost | None]:
     """Encodes scales in runs of consecutive ones; each run has a float16 scale."""
-
-    def of_scale(x: jax.Array) -> jax.Array:
-        *lead, tiles, groups, _ = x.shape
-        of_runs = x.reshape(*lead, tiles, groups // runs.length, runs.length)
-        return largest(jnp.abs(of_runs), -1) / formats.FORMATS[runs.format].largest
-
-    wanted = of_scale(found.scale)
-    held = wanted.astype(jnp.float16)
+    wanted = _each(lambda x: _of_blocks(x, runs.format, 1, runs.length), found)
+    held = _each(lambda x: x.astype(jnp.float16), wanted)
+    if held.offset is not None:
+        held = held._replace(offset=-held.offset)
+    infinite = (~jnp.isfinite(x).all() for x in jax.tree.leaves(held))
     # (Scales of some runs may be too small, as for a neuron that is never used; not the largest one.)
-    most = largest(wanted)
-    lost = scales.Lost(
-        ~jnp.isfinite(held).all(), jnp.abs(most.astype(jnp.float16) - most) > most / 8
-    )
-    scale = _coded(found.scale, held, runs.format)
-    if found.offset is None:
-        return (scale, None), lost
-    of_offset = -of_scale(found.offset).astype(jnp.float16)
-    lost = lost._replace(large=lost.large | ~jnp.isfinite(of_offset).all())
-    return (scale, _coded(found.offset, of_offset, runs.format)), lost
+    most = largest(wanted.scale)
+    small = jnp.abs(most.astype(jnp.float16) - most) > most / 8
+    lost = scales.Lost(functools.reduce(jnp.logical_or, infinite), small)
+    return _each(lambda x, of_runs: _coded(x, of_runs, runs.format), found, held), lost
 
 
 def _from_zero(found: calibration.Scales, fmt: formats.Format) -> calibration.Scales:
@@ -165,35 +158,31 @@ def _from_zero(found: calibration.Scales, fmt: formats.Format) -> calibration.Sc
     return calibration.Scales(scale, jnp.where(above, 0, found.offset))
 
 
-def _in_blocks(found: jax.Array, name: str) -> Encoded:
+def _in_blocks(found: jax.Array, name: str, rows: int, along: int) -> Encoded:
     """Encodes scales `[..., tiles, groups, 1]` in blocks; each block has a scale."""
+    return _coded(found, _of_blocks(found, name, rows, along), name)
+
+
+def _of_blocks(found: jax.Array, name: str, rows: int, along: int) -> jax.Array:
+    """Returns the second-level scale of each block of `rows` by `along` scales."""
     *lead, tiles, groups, _ = found.shape
-    along = _largest_divisor(groups, _BLOCK)
-    rows = _largest_divisor(tiles, _BLOCK // along) if along == groups else 1
     blocks = found.reshape(*lead, tiles // rows, rows, groups // along, along)
-    of_scale = largest(jnp.abs(blocks), (-1, -3)) / formats.FORMATS[name].largest
-    return _coded(found, of_scale, name)
+    return largest(jnp.abs(blocks), (-1, -3)) / formats.FORMATS[name].largest
 
 
-def _in_same_blocks(held: _EncodedScales, found: calibration.Scales) -> _EncodedScales:
+def _in_same_blocks(held: calibration.Scales, found: calibration.Scales) -> calibration.Scales:
     """Encodes other scales with the second-level scales of `held`."""
-    scale, offset = held
-    new = _coded(found.scale, scale.scale, scale.format)
-    if offset is None or found.offset is None:
-        return new, None
-    return new, _coded(found.offset, offset.scale, offset.format)
+    return _each(lambda old, new: _coded(new, old.scale, old.format), held, found)
 
 
 @functools.lru_cache  # as for `scales.rounding`
 def _nearest_of_codes(fmt: formats.Format) -> Callable[..., calibration.Scales]:
     """Returns a function from scales to the nearest ones that `_in_same_blocks` can hold."""
 
-    def nearest(held: _EncodedScales, found: calibration.Scales) -> calibration.Scales:
-        if held[1] is not None and formats.FORMATS[held[1].format].offset:
+    def nearest(held: Any, found: calibration.Scales) -> calibration.Scales:
+        if held.offset is not None and formats.FORMATS[held.offset.format].offset:
             found = _from_zero(found, fmt)
-        scale, offset = _in_same_blocks(held, found)
-        decoded = None if offset is None else _decoded(offset)[..., None]
-        return calibration.Scales(_decoded(scale)[..., None], decoded)
+        return _each(lambda x: _decoded(x)[..., None], _in_same_blocks(held, found))
 
     return nearest
 
@@ -211,19 +200,19 @@ def _largest_divisor(n: int, most: int) -> int:
 
 
 def _codes(
-    stored: jax.Array, scale: Array, offset: Array, fmt: formats.Format, moments: jax.Array | None
+    stored: jax.Array, held: calibration.Scales, fmt: formats.Format, moments: jax.Array | None
 ) -> jax.Array:
     """Returns the codes `[..., rows, groups, g]` of `[..., rows, k]`, given the stored scales."""
-    *lead, rows, k = stored.shape
-    scale, offset = (_decoded(x) if isinstance(x, Encoded) else x for x in (scale, offset))
-    groups = scale.shape[-1]
-    scale, offset = (
-        None if x is None else formats.by_rows(x, rows)[..., None] for x in (scale, offset)
-    )
-    if moments is None:
-        grouped = stored.reshape(*lead, rows, groups, k // groups)
-        return calibration.encode(grouped, scale, offset, fmt)
-    return gptq.codes(stored, moments, scale, offset, fmt)
+
+    def of_rows(x: Array) -> Array:
+        dense = _decoded(x) if isinstance(x, Encoded) else x
+        return formats.by_rows(dense, stored.shape[-2])[..., None]
+
+    held = _each(of_rows, held)
+    if moments is not None:
+        return gptq.codes(stored, moments, held, fmt)
+    grouped = stored.reshape(*held.scale.shape[:-1], stored.shape[-1] // held.scale.shape[-2])
+    return calibration.encode(grouped, *held, fmt)
 
 
 def _decoded(x: Encoded) -> jax.Array:

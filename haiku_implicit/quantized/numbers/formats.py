@@ -7,7 +7,7 @@ Everything here works along the last axis, in *groups*: `g` consecutive elements
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +57,11 @@ class Format:
     def is_float(self) -> bool:
         """Whether the codes are floating numbers of 8 bits themselves."""
         return self.dtype.kind not in "iu"
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether a value is its code less the bias."""
+        return not self.is_float and self.table is None
 
     @property
     def one_sided(self) -> bool:
@@ -183,7 +188,7 @@ RECIPES = {
 
 
 def _is_dtype(name: str) -> bool:
-    return bool(_dtype_name(name)) or isinstance(getattr(jnp, name, None), type(jnp.bfloat16))
+    return bool(dtype_name(name)) or isinstance(getattr(jnp, name, None), type(jnp.bfloat16))
 
 
 _PLANES = {2: (1,), 4: (2,), 8: (2, 1), 16: (4,)}
@@ -243,14 +248,15 @@ def find(name: Any, option: str = "dtype", also: Iterable[str] = ()) -> Format:
     Raises:
       ValueError: for an unknown format.
     """
-    key = name if isinstance(name, str) else _dtype_name(name)
+    key = name if isinstance(name, str) else dtype_name(name)
     key = _ALIASES.get(key, key)
     if key not in FORMATS:
         raise ValueError(f"{option}: expected one of {', '.join([*FORMATS, *also])}, got {name!r}")
     return FORMATS[key]
 
 
-def _dtype_name(dtype: DType) -> str:
+def dtype_name(dtype: DType) -> str:
+    """Returns the name of a dtype; an empty text for anything else."""
     try:
         return np.dtype(dtype).name
     except TypeError:
@@ -298,11 +304,9 @@ def pack(codes: jax.Array, fmt: Format) -> jax.Array:
     parts, below = [], 0
     for bits in fmt.planes:
         plane = (codes >> below) & (2**bits - 1)
-        pieces = jnp.split(plane, 8 // bits, axis=-1)
-        packed = pieces[0]
-        for i, piece in enumerate(pieces[1:], 1):
-            packed = packed | (piece << (i * bits))
-        parts.append(packed)
+        first, *pieces = jnp.split(plane, 8 // bits, axis=-1)
+        shifted = (piece << (i * bits) for i, piece in enumerate(pieces, 1))
+        parts.append(functools.reduce(jnp.bitwise_or, shifted, first))
         below += bits
     stored = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
     return stored.reshape(*lead, groups * fmt.stored(g))
@@ -348,41 +352,35 @@ def unpack(codes: jax.Array, groups: int, fmt: Format) -> jax.Array:
     return functools.reduce(jnp.bitwise_or, planes)
 
 
-class Place(NamedTuple):
-    """Where one plane of some elements' codes is stored.
-
-    Attributes:
-      position: the positions of the stored elements along the last axis.
-      shift: by how many bits to shift them to the right.
-      bits: how many bits to take then.
-      below: by how many bits these are shifted to the left in the code.
-    """
-
-    position: jax.Array
-    shift: jax.Array
-    bits: int
-    below: int
-
-
-def locate(position: jax.Array, g: int, fmt: Format) -> tuple[jax.Array, list[Place]]:
-    """Finds where the elements at these positions of the axis are stored.
+def codes_at(
+    group: jax.Array,
+    within: jax.Array,
+    g: int,
+    fmt: Format,
+    take: Callable[[jax.Array], jax.Array],
+    expand: Callable[[jax.Array], jax.Array] = lambda shift: shift,
+) -> jax.Array:
+    """Returns the unpacked codes of some elements.
 
     Args:
-      position: integers.
+      group: the index of each element's group.
+      within: its position in the group.
       g: the group size.
       fmt: the format.
-
-    Returns:
-      The index of each element's group, and the places of its planes.
+      take: returns the stored elements at positions of the last axis.
+      expand: reshapes an array of the shape of `within` so that it broadcasts with these elements.
     """
-    group, within = position // g, position % g
-    places, start, below = [], 0, 0
+    planes, start, below = [], 0, 0
     for bits in fmt.planes:
         size = g * bits // 8
-        index = group * fmt.stored(g) + start + within % size
-        places.append(Place(index, within // size * bits, bits, below))
+        plane = take(group * fmt.stored(g) + start + within % size)
+        if fmt.bits < 8:
+            shift = expand(within // size * bits)
+            plane = plane >> jnp.broadcast_to(shift, plane.shape).astype(plane.dtype)
+            plane = (plane & (2**bits - 1)) << below
+        planes.append(plane)
         start, below = start + size, below + bits
-    return group, places
+    return functools.reduce(jnp.bitwise_or, planes)
 
 
 # --- values ------------------------------------------------------------------------------------

@@ -9,56 +9,54 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.numbers import calibration, formats
 
 DAMPING = 0.01  # added to each input's mean square, in units of their mean
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@functools.partial(jax.jit, static_argnums=3)
 def codes(
-    stored: jax.Array, moments: jax.Array, scale: jax.Array, offset: Array, fmt: formats.Format
+    stored: jax.Array, moments: jax.Array, held: calibration.Scales, fmt: formats.Format
 ) -> jax.Array:
     """Returns the codes of a weight, given its scales.
 
     Args:
       stored: `[..., rows, k]`, floating.
       moments: `[..., k, k]`, xᵀx of the product's inputs x `[n, k]`.
-      scale: `[..., rows, groups, 1]`.
-      offset: as `scale`, or None.
+      held: scales and offsets, `[..., rows, groups, 1]`.
       fmt: the format.
 
     Returns:
       `[..., rows, groups, g]`, not packed.
     """
     *lead, rows, k = stored.shape
-    groups = scale.shape[-2]
+    groups = held.scale.shape[-2]
     dtype = formats.arithmetic_dtype(stored.dtype)
-    by_element = functools.partial(jnp.repeat, repeats=k // groups, axis=-1)
-    args = [stored.astype(dtype), moments.astype(dtype), by_element(scale[..., 0].astype(dtype))]
-    args += [] if offset is None else [by_element(offset[..., 0].astype(dtype))]
+
+    def by_element(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x[..., 0].astype(dtype), k // groups, axis=-1)
+
     fun = functools.partial(_codes_of_matrix, fmt)
     for _ in lead:
         fun = jax.vmap(fun)
-    return fun(*args).reshape(*lead, rows, groups, k // groups)
+    found = fun(stored.astype(dtype), moments.astype(dtype), jax.tree.map(by_element, held))
+    return found.reshape(*lead, rows, groups, k // groups)
 
 
 def _codes_of_matrix(
-    fmt: formats.Format, w: jax.Array, moments: jax.Array, scale: jax.Array, *offset: jax.Array
+    fmt: formats.Format, w: jax.Array, moments: jax.Array, held: calibration.Scales
 ) -> jax.Array:
-    """Returns the codes of one matrix; scale and offset have its shape `[rows, k]`, as the codes do."""
+    """Returns the codes of one matrix `[rows, k]`; scales and offsets have its shape, as codes do."""
     # The largest inputs first: then most elements are left to take up their errors.
     order = jnp.argsort(-jnp.diagonal(moments))
     factor = _inverse_factor(moments[order][:, order])
-    w, scale = w[:, order], scale[:, order]
-    offset = tuple(x[:, order] for x in offset)
+    w, held = jax.tree.map(lambda x: x[:, order], (w, held))
 
     def step(w: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        column = [x[:, i] for x in (w, scale, *offset)]
-        own_offset = column[2] if offset else None
-        code = calibration.encode(column[0], column[1], own_offset, fmt)
-        value = formats.scaled(code, column[1], own_offset, fmt)
-        error = (column[0] - value) / factor[i, i]
+        column = w[:, i]
+        own: calibration.Scales = jax.tree.map(lambda x: x[:, i], held)
+        code = calibration.encode(column, *own, fmt)
+        error = (column - formats.scaled(code, *own, fmt)) / factor[i, i]
         return w - error[:, None] * factor[i][None], code  # (finished columns do not matter)
 
     _, found = jax.lax.scan(step, w, jnp.arange(w.shape[1]))

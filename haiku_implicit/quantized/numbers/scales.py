@@ -12,7 +12,7 @@ import numpy as np
 from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.core.typing import DType
 from haiku_implicit.quantized.numbers.calibration import Rounding, Scales
-from haiku_implicit.quantized.numbers.formats import FORMATS, Format
+from haiku_implicit.quantized.numbers.formats import FORMATS, Format, dtype_name
 
 _RUNS = re.compile(r"u?int[4-68],[1-9][0-9]*")
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -150,12 +150,7 @@ def rounding(name: str | None) -> Rounding:
 
 
 def _name(dtype: DType | None) -> str | None:
-    if dtype is None or isinstance(dtype, str):
-        return dtype
-    try:
-        return np.dtype(dtype).name
-    except TypeError:
-        return ""
+    return dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype)
 
 
 def known_nonfinite(x: jax.Array) -> bool:

@@ -45,11 +45,10 @@ class Shapes:
             raise _mismatch(name, known, shapes, "another product with the same weight has")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("sums", "count"),
-    meta_fields=("name", "mode", "shapes"),
-)
+_STATIC = {"static": True}  # for `register_dataclass`
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantStats:
     """Statistics of the activations that a weight is multiplied with.
@@ -80,25 +79,24 @@ class QuantStats:
 
     sums: dict[str, Any] | None = None
     count: Array = None
-    name: str = ""
-    mode: Literal["update", "read", "fixed"] = "read"
-    shapes: Shapes | None = None
+    name: str = dataclasses.field(default="", metadata=_STATIC)
+    mode: Literal["update", "read", "fixed"] = dataclasses.field(default="read", metadata=_STATIC)
+    shapes: Shapes | None = dataclasses.field(default=None, metadata=_STATIC)
 
     def spread(self, batch: tuple[int, ...]) -> "QuantStats":
         """Repeats the first of the statistics, for a weight with other batch axes."""
         if self.sums is None or np.shape(self.count) == batch:
             return self
-        first = self.first()
-        arrays = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (*batch, *np.shape(x))), (first.sums, first.count)
+        out: QuantStats = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (*batch, *np.shape(x))), self.first()
         )
-        return dataclasses.replace(self, sums=arrays[0], count=arrays[1])
+        return out
 
     def first(self) -> "QuantStats":
         """Returns the statistics of the first matrix of a batch (a kernel is a batch of matrices)."""
         at = (0,) * np.ndim(self.count)
-        sums = {name: x[at] for name, x in (self.sums or {}).items()}
-        return dataclasses.replace(self, sums=sums, count=self.count[at])
+        out: QuantStats = jax.tree.map(lambda x: x[at], self)
+        return out
 
 
 serialization.register_node(

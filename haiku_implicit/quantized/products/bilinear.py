@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from haiku_implicit.core import compat
 from haiku_implicit.core.interpreter import interpret
+from haiku_implicit.core.sharding import in_type
 from haiku_implicit.core.typing import Array, DType, EqnParam, EqnParams, Precision, Primitive
 from haiku_implicit.quantized.numbers.options import OperandConfig
 from haiku_implicit.quantized.numbers.ranges import ScaledAxes
@@ -257,14 +259,7 @@ def _summed_in(
 
 
 def _struct(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=_sharding(x))
-
-
-def _sharding(x: Array) -> Any:
-    """Returns the sharding in an array's type, if any (explicit mesh axes)."""
-    sharding: NamedSharding | None = getattr(jax.typeof(x), "sharding", None)
-    explicit = sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-    return sharding if explicit else None
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=compat.explicit_sharding(x))
 
 
 def _is_code(x: Array) -> bool:
@@ -448,10 +443,11 @@ def scaled(
     used = [i for i in axes if i is not None]
     rest = [i for i in range(scale.ndim) if i not in used]
     shape = [1 if i is None else scale.shape[i] for i in axes]
-    scale, sharding = jnp.transpose(scale, (*used, *rest)).reshape(shape), _sharding(x)
+    scale = jnp.transpose(scale, (*used, *rest)).reshape(shape)
+    sharding = compat.explicit_sharding(x)
     if sharding is not None:
         entries = zip(scale.shape, sharding.spec, strict=True)
-        spec = jax.sharding.PartitionSpec(*(None if n == 1 else name for n, name in entries))
-        scale = jax.sharding.reshard(scale, jax.sharding.NamedSharding(sharding.mesh, spec))
+        spec = PartitionSpec(*(None if n == 1 else name for n, name in entries))
+        scale = in_type(scale, NamedSharding(sharding.mesh, spec))
     wide = np.float64 if np.float64 in (x.dtype, scale.dtype) else np.float32
     return x.astype(wide) * scale.astype(wide)

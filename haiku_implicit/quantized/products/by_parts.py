@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from haiku_implicit.core import compat, interpreter
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.sharding import is_spec, is_split, part_specs
-from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, MeshLike
+from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, MeshLike, TreeDef
 from haiku_implicit.quantized.products.partitioned import (
     WHOLE,
     Axes,
@@ -51,34 +51,54 @@ def is_wanted(*operands: Array) -> bool:
     )
 
 
-def by_parts(fun: Fun, axes: Axes, *operands: Array) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A function with its first arguments fixed: hashable, unlike `functools.partial`.
+
+    Attributes:
+      fun: called as `fun(*arguments, *operands, parts=...)`.
+      arguments: hashable.
+    """
+
+    fun: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def __call__(self, *operands: jax.Array, parts: Parts) -> Any:
+        return self.fun(*self.arguments, *operands, parts=parts)
+
+
+def by_parts(fun: Fun, axes: Axes, *operands: Array, dense: bool = True) -> jax.Array:
     """Calls a function that XLA splits over devices by the names of axes.
 
     Args:
-      fun: a hashable function of dense arrays; also called with `parts=`, the part of the whole that
-        they are. Linear in each floating operand, up to a constant.
+      fun: a hashable function of arrays; also called with `parts=`, the part of the whole that they
+        are. Linear in each floating operand, up to a constant.
       axes: the names of the axes of its operands and of its result.
-      *operands: arrays. Implicit ones move as stored, and are dense in `fun`.
+      *operands: arrays. Implicit ones move as stored.
+      dense: whether they are dense in `fun`.
     """
-    if not any(map(is_implicit, operands)):
-        return _bind(fun, axes, operands, needs_devices())
     leaves: list[Array] = []
-    treedefs: list[tuple[Any, int] | None] = []
+    treedefs: list[TreeDef] = []
     names: list[Names] = []
     pieces = list(axes.pieces)
     for x, own in zip(operands, axes.operands, strict=True):
-        of_leaves = names_of_leaves(x, own) if is_implicit(x) else None
-        if of_leaves is None:
-            x = interpreter.materialize_array(x) if is_implicit(x) else x
-            leaves, treedefs, names = [*leaves, x], [*treedefs, None], [*names, own]
-            continue
+        of_leaves: list[Names] | None = [own]
+        if is_implicit(x):
+            of_leaves = _names_of_leaves(x, own)
+            if of_leaves is None and not dense:
+                return fun(*operands, parts=WHOLE)
+            if of_leaves is None:
+                x, of_leaves = interpreter.materialize_array(x), [own]
+            else:
+                pieces += _pieces_of(x, own)
         own_leaves, treedef = jax.tree.flatten(x)
         leaves += own_leaves
-        treedefs.append((treedef, len(own_leaves)))
-        names += of_leaves
-        pieces += pieces_of(x, own)
+        treedefs.append(treedef)
+        names += of_leaves or []
     expanded = Axes(tuple(names), axes.result, tuple(pieces))
-    return _bind(_Expanded(fun, tuple(treedefs)), expanded, leaves, needs_devices())
+    return _bind(
+        Fixed(_of_leaves, (fun, tuple(treedefs), dense)), expanded, leaves, needs_devices()
+    )
 
 
 def _bind(fun: Fun, axes: Axes, operands: Sequence[Array], mesh: MeshLike | None) -> jax.Array:
@@ -86,33 +106,23 @@ def _bind(fun: Fun, axes: Axes, operands: Sequence[Array], mesh: MeshLike | None
     return out
 
 
-@dataclasses.dataclass(frozen=True)
-class _Expanded:
-    """A function of the leaves of its operands.
-
-    Attributes:
-      fun: the function of dense operands.
-      treedefs: the structure of each operand, and the number of its leaves; None for a dense operand.
-    """
-
-    fun: Any
-    treedefs: tuple[tuple[Any, int] | None, ...]
-
-    def __call__(self, *leaves: jax.Array, parts: Parts) -> jax.Array:
-        rest, operands = list(leaves), []
-        for treedef in self.treedefs:
-            size = 1 if treedef is None else treedef[1]
-            own, rest = rest[:size], rest[size:]
-            x = own[0] if treedef is None else treedef[0].unflatten(own)
-            operands.append(interpreter.materialize_array(x) if is_implicit(x) else x)
-        return self.fun(*operands, parts=parts)
+def _of_leaves(
+    fun: Fun, treedefs: Sequence[TreeDef], dense: bool, *leaves: jax.Array, parts: Parts
+) -> jax.Array:
+    """Calls a function, given the leaves of its operands, which have these structures."""
+    rest, operands = list(leaves), []
+    for treedef in treedefs:
+        x = treedef.unflatten(rest[: treedef.num_leaves])
+        operands.append(interpreter.materialize_array(x) if dense and is_implicit(x) else x)
+        rest = rest[treedef.num_leaves :]
+    return fun(*operands, parts=parts)
 
 
 # --- implicit operands ---------------------------------------------------------------------------
 # A type's `field_axes` say which axes of its leaves are axes of the dense array.
 
 
-def names_of_leaves(x: Array, names: Names) -> list[Names] | None:
+def _names_of_leaves(x: Array, names: Names) -> list[Names] | None:
     """Returns the names of the axes of an implicit array's leaves, from the names of its own axes.
 
     None if the type does not define them.
@@ -130,7 +140,7 @@ def names_of_leaves(x: Array, names: Names) -> list[Names] | None:
     return found
 
 
-def pieces_of(x: Array, names: Names) -> list[tuple[str, int]]:
+def _pieces_of(x: Array, names: Names) -> list[tuple[str, int]]:
     """Returns for each axis name of an implicit array the most parts that its leaves can be cut into.
 
     The numbers of parts are the divisors of the number of devices.
@@ -184,7 +194,7 @@ def _run(*operands: jax.Array, fun: Fun, **params: EqnParam) -> jax.Array:
 def _lower(ctx: Any, *operands: Array, fun: Fun, axes: Axes, mesh: MeshLike) -> Any:
     run: Fun = functools.partial(fun, parts=WHOLE)
     devices = devices_of(ctx.module_context)
-    if mesh is not None and devices is not None and devices.program is None:
+    if mesh is not None and devices and devices.number > 1 and devices.program is None:
         run = partitioned(_opaque(fun, axes), axes, devices)
     with jax.numpy_dtype_promotion("standard"):
         return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
@@ -202,25 +212,17 @@ def _opaque(fun: Fun, axes: Axes) -> Fun:
     return run
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tangent:
-    """The derivative of a function along tangents of some operands, which come after the operands."""
+def _tangent(fun: Fun, moving: Sequence[int], *operands: jax.Array, parts: Parts) -> jax.Array:
+    """Differentiates along tangents of some operands, which come after the operands."""
+    count = len(operands) - len(moving)
+    primals, tangents = operands[:count], operands[count:]
 
-    fun: Any
-    moving: tuple[int, ...]
+    def of_moving(*own: jax.Array) -> jax.Array:
+        given = dict(zip(moving, own, strict=True))
+        return fun(*(given.get(i, x) for i, x in enumerate(primals)), parts=parts)
 
-    def __call__(self, *operands: jax.Array, parts: Parts) -> jax.Array:
-        count = len(operands) - len(self.moving)
-        primals, tangents = operands[:count], operands[count:]
-
-        def of_moving(*moving: jax.Array) -> jax.Array:
-            own = list(primals)
-            for i, x in zip(self.moving, moving, strict=True):
-                own[i] = x
-            return self.fun(*own, parts=parts)
-
-        out: jax.Array = jax.jvp(of_moving, tuple(primals[i] for i in self.moving), tangents)[1]
-        return out
+    out: jax.Array = jax.jvp(of_moving, tuple(primals[i] for i in moving), tangents)[1]
+    return out
 
 
 def _jvp(
@@ -232,82 +234,72 @@ def _jvp(
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     names = (*axes.operands, *(axes.operands[i] for i in moving))
     operands = (*primals, *(tangents[i] for i in moving))
-    return out, _bind(_Tangent(fun, moving), Axes(names, axes.result, axes.pieces), operands, mesh)
+    tangent = Fixed(_tangent, (fun, moving))
+    return out, _bind(tangent, Axes(names, axes.result, axes.pieces), operands, mesh)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pulled:
-    """The cotangent of one unknown operand, from the known operands and the result's cotangent.
+# The position, the shape, the dtype and the axis names of an operand.
+_Unknown = tuple[int, tuple[int, ...], Any, Names]
 
-    Attributes:
+
+def _pulled(
+    fun: Fun, unknown: Sequence[_Unknown], wrt: int, *operands: jax.Array, parts: Parts
+) -> jax.Array:
+    """Returns the cotangent of one unknown operand.
+
+    Args:
       fun: the function of all operands, linear in the unknown ones.
-      unknown: the positions of the unknown operands.
+      unknown: the unknown operands.
       wrt: the position of the operand whose cotangent this is.
-      structs: the shape, dtype and axis names of each unknown operand.
+      *operands: the known operands, and the result's cotangent.
+      parts: the parts that these are.
     """
+    *known, ct = operands
+    zeros = {
+        i: jnp.zeros([n // parts.count(a) for n, a in zip(shape, own, strict=True)], dtype)
+        for i, shape, dtype, own in unknown
+    }
 
-    fun: Any
-    unknown: tuple[int, ...]
-    wrt: int
-    structs: tuple[tuple[tuple[int, ...], Any, Names], ...]
+    def of_one(x: jax.Array) -> jax.Array:
+        rest, given = iter(known), zeros | {wrt: x}
+        count = len(known) + len(given)
+        return fun(*(given[i] if i in given else next(rest) for i in range(count)), parts=parts)
 
-    def __call__(self, *operands: jax.Array, parts: Parts) -> jax.Array:
-        *known, ct = operands
-        zeros = {
-            i: jnp.zeros([n // parts.count(a) for n, a in zip(shape, own, strict=True)], dtype)
-            for i, (shape, dtype, own) in zip(self.unknown, self.structs, strict=True)
-        }
-
-        def of_one(x: jax.Array) -> jax.Array:
-            rest, given = iter(known), zeros | {self.wrt: x}
-            count = len(known) + len(given)
-            own = [given[i] if i in given else next(rest) for i in range(count)]
-            return self.fun(*own, parts=parts)
-
-        (out,) = jax.vjp(of_one, zeros[self.wrt])[1](ct)
-        return out
+    (out,) = jax.vjp(of_one, zeros[wrt])[1](ct)
+    return out
 
 
 def _transpose(ct: Array, *operands: Array, fun: Fun, axes: Axes, mesh: MeshLike) -> Any:
     if isinstance(ct, ad.Zero):
         return [None] * len(operands)
-    unknown = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
-    avals = [operands[i].aval for i in unknown]
-    structs = tuple(
-        (x.shape, np.dtype(x.dtype), axes.operands[i]) for i, x in zip(unknown, avals, strict=True)
-    )
-    known = [i for i in range(len(operands)) if i not in unknown]
+    avals = {i: x.aval for i, x in enumerate(operands) if ad.is_undefined_primal(x)}
+    unknown = tuple((i, x.shape, np.dtype(x.dtype), axes.operands[i]) for i, x in avals.items())
+    known = [i for i in range(len(operands)) if i not in avals]
     names = (*(axes.operands[i] for i in known), axes.result)
     found: list[Any] = [None] * len(operands)
-    for i in unknown:
+    for i in avals:
+        pulled = Fixed(_pulled, (fun, unknown, i))
         of_one = Axes(names, axes.operands[i], axes.pieces)
-        pulled = _Pulled(fun, unknown, i, structs)
         found[i] = _bind(pulled, of_one, [*(operands[j] for j in known), ct], mesh)
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Mapped:
-    """A function mapped over one more axis of some operands, their first."""
-
-    fun: Any
-    in_axes: tuple[int | None, ...]
-
-    def __call__(self, *operands: jax.Array, parts: Parts) -> jax.Array:
-        out: jax.Array = jax.vmap(functools.partial(self.fun, parts=parts), self.in_axes)(*operands)
-        return out
+def _mapped(fun: Fun, in_axes: Any, *operands: jax.Array, parts: Parts) -> jax.Array:
+    """Maps a function over one more axis of some operands, their first."""
+    out: jax.Array = jax.vmap(functools.partial(fun, parts=parts), in_axes)(*operands)
+    return out
 
 
 def _batch(operands: Sequence[Array], dims: Any, *, fun: Fun, axes: Axes, mesh: MeshLike) -> Any:
     new = f"mapped{sum(name.startswith('mapped') for name in axes.names)}"
-    pairs = list(zip(operands, dims, strict=True))
-    stacked = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
+    stacked: list[Array] = []
+    names: list[Names] = []
+    for x, own, d in zip(operands, axes.operands, dims, strict=True):
+        stacked.append(x if d is None else jnp.moveaxis(x, d, 0))
+        names.append(own if d is None else (new, *own))
     in_axes = tuple(None if d is None else 0 for d in dims)
-    names = tuple(
-        own if d is None else (new, *own) for own, d in zip(axes.operands, dims, strict=True)
-    )
-    mapped = Axes(names, (new, *axes.result), axes.pieces)
-    return _bind(_Mapped(fun, in_axes), mapped, stacked, mesh), 0
+    mapped = Axes(tuple(names), (new, *axes.result), axes.pieces)
+    return _bind(Fixed(_mapped, (fun, in_axes)), mapped, stacked, mesh), 0
 
 
 by_parts_p.def_impl(_run)

@@ -1,12 +1,9 @@
 """Convolutions with stored kernels that XLA splits over devices: codes move, not dense values."""
 
-import dataclasses
-from typing import Any
-
 import jax
 
-from haiku_implicit.core.typing import Array, EqnParams, Result
-from haiku_implicit.quantized.products.by_parts import by_parts, is_wanted
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Result
+from haiku_implicit.quantized.products.by_parts import Fixed, by_parts, is_wanted
 from haiku_implicit.quantized.products.partitioned import Axes, Names, Parts
 
 
@@ -46,26 +43,19 @@ def convolve(x: jax.Array, w: Array, params: EqnParams, *factors: jax.Array) -> 
         named(numbers.out_spec, of_out),
         (("channels", groups),) if groups > 1 else (),
     )
-    return by_parts(_Convolution(tuple(params.items())), axes, x, w, *factors)
+    return by_parts(Fixed(_convolution, (tuple(params.items()),)), axes, x, w, *factors)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Convolution:
-    """A convolution of dense arrays.
-
-    Attributes:
-      params: the parameters of the primitive, as pairs.
-    """
-
-    params: tuple[tuple[str, Any], ...]
-
-    def __call__(self, x: jax.Array, w: jax.Array, *factors: jax.Array, parts: Parts) -> jax.Array:
-        params = dict(self.params)
-        for groups in ("feature_group_count", "batch_group_count"):
-            if params[groups] > 1:
-                params[groups] //= parts.count("channels")
-        if factors:
-            a, b = factors
-            w = w + (a @ b).astype(w.dtype)
-        out: jax.Array = jax.lax.conv_general_dilated_p.bind(x, w, **params)
-        return out
+def _convolution(
+    pairs: EqnParam, x: jax.Array, w: jax.Array, *factors: jax.Array, parts: Parts
+) -> jax.Array:
+    """Convolves dense arrays; `pairs` are the parameters of the primitive."""
+    params = dict(pairs)
+    for groups in ("feature_group_count", "batch_group_count"):
+        if params[groups] > 1:
+            params[groups] //= parts.count("channels")
+    if factors:
+        a, b = factors
+        w = w + (a @ b).astype(w.dtype)
+    out: jax.Array = jax.lax.conv_general_dilated_p.bind(x, w, **params)
+    return out

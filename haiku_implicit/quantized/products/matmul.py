@@ -24,14 +24,14 @@ from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.sharding import mapped_first
-from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, EqnParams, Precision, TreeDef
+from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, Precision, TreeDef
 from haiku_implicit.quantized.cpu import native
 from haiku_implicit.quantized.gpu import pallas
-from haiku_implicit.quantized.layout import Order, matrices, sizes
+from haiku_implicit.quantized.layout import Order, matrices, may_be_served, sizes
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products import reference
-from haiku_implicit.quantized.products.by_parts import by_parts, is_wanted
+from haiku_implicit.quantized.products.by_parts import Fixed, by_parts, is_wanted
 from haiku_implicit.quantized.products.partitioned import (
     WHOLE,
     Axes,
@@ -90,8 +90,11 @@ def _of_matrices(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Extends a product of `[batch, m, i]` to any number of axes in place of `batch` and `m`."""
 
     @_with_standard_promotion
-    def run(x: jax.Array, *leaves: jax.Array, order: Order, **params: EqnParam) -> Any:
-        out = fun(x.reshape(_flat(x.shape, order)), *leaves, order=order, **params)
+    def run(
+        x: jax.Array, *leaves: jax.Array, treedef: TreeDef, order: Order, **params: EqnParam
+    ) -> Any:
+        flat = x.reshape(_flat(x.shape, order))
+        out = fun(flat, treedef.unflatten(leaves), order=order, **params)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     return run
@@ -107,43 +110,39 @@ _reference = _of_matrices(reference.product)
 
 
 @functools.partial(jax.jit, static_argnames=("treedef", "order", "precision", "dtype", "mesh"))
-def _run(*operands: jax.Array, **params: EqnParam) -> jax.Array:
+def _run(*operands: jax.Array, mesh: EqnParam, **params: EqnParam) -> jax.Array:
     """Computes the product outside of any trace: compiles the primitive.
 
     If the operands are not tracers, JAX wants the operations one by one: under `jax.disable_jit()`, or
     under `jax_debug_nans` to find the operation that gave the first NaN.
     """
     if isinstance(operands[0], jax.core.Tracer):
-        return quantized_matmul_p.bind(*operands, **params)
-    return _reference(*operands, **_of_product(params))
-
-
-def _of_product(params: EqnParams) -> dict[str, Any]:
-    """Returns the parameters of the primitive that determine its result."""
-    return {name: value for name, value in params.items() if name != "mesh"}
+        return quantized_matmul_p.bind(*operands, mesh=mesh, **params)
+    return _reference(*operands, **params)
 
 
 # --- differentiation -----------------------------------------------------------------------------
 
 
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Array], *, treedef: TreeDef, **params: EqnParam
+    primals: Sequence[Array], tangents: Sequence[Array], *, mesh: EqnParam, **params: EqnParam
 ) -> tuple[Array, Array]:
     """Differentiates the product: linear in the activations, and in scale and offset together."""
-    bind = functools.partial(quantized_matmul_p.bind, treedef=treedef, **params)
+    bind = functools.partial(quantized_matmul_p.bind, mesh=mesh)
     x, codes, *scales = primals
     of_x, of_codes, *of_scales = tangents
-    out = bind(*primals)
+    out = bind(*primals, **params)
     terms = []
     if not isinstance(of_x, ad.Zero):
-        straight = jax.tree.structure(treedef.unflatten(primals[1:])._replace(activation=None))
-        terms.append(bind(of_x, codes, *scales, treedef=straight))
+        q = params["treedef"].unflatten(primals[1:])
+        straight = params | dict(treedef=jax.tree.structure(q._replace(activation=None)))
+        terms.append(bind(of_x, codes, *scales, **straight))
     if not all(isinstance(t, ad.Zero) for t in of_scales):
-        terms.append(bind(x, codes, *map(ad.instantiate_zeros, of_scales)))
+        terms.append(bind(x, codes, *map(ad.instantiate_zeros, of_scales), **params))
     if not isinstance(of_codes, ad.Zero):  # floating codes, differentiated like any number
 
         def by_codes(codes: jax.Array) -> jax.Array:
-            return _reference(x, codes, *scales, treedef=treedef, **_of_product(params))
+            return _reference(x, codes, *scales, **params)
 
         terms.append(jax.jvp(by_codes, (codes,), (of_codes,))[1])
     if not terms:
@@ -160,76 +159,63 @@ def _transpose(
     precision: Precision,
     **_: Any,
 ) -> Any:
-    nothing = [None] * (1 + len(leaves))
     if isinstance(ct, ad.Zero):
-        return nothing
-    if not ad.is_undefined_primal(x):
-        scales = _transpose_scales(ct, x, leaves, treedef, order, precision)
-        return [None, None, *scales]
-    q = treedef.unflatten(leaves)
-    q = q._replace(axis=-3 - q.axis)
-    of_x = quantized_matmul(ct, q, order=order, precision=precision, dtype=x.aval.dtype)
-    return [of_x, *nothing[1:]]
-
-
-def _transpose_scales(
-    ct: Array,
-    x: Array,
-    leaves: Sequence[Array],
-    treedef: TreeDef,
-    order: Order,
-    precision: Precision,
-) -> list[jax.Array]:
+        return [None, *[None] * len(leaves)]
+    if ad.is_undefined_primal(x):
+        q = treedef.unflatten(leaves)
+        q = q._replace(axis=-3 - q.axis)
+        of_x = quantized_matmul(ct, q, order=order, precision=precision, dtype=x.aval.dtype)
+        return [of_x, *[None] * len(leaves)]
     codes, *undefined = leaves
     structs = [jax.ShapeDtypeStruct(s.aval.shape, s.aval.dtype) for s in undefined]
     q = treedef.unflatten((codes, *structs))
     (of_x, of_codes, of_scale, *_), of_ct, pieces = dataclasses.astuple(_axes(ct.ndim, q, order))
     axes = Axes((of_ct, of_x, of_codes), (None, *of_scale), pieces)
     shapes = tuple((s.shape, s.dtype) for s in structs)
-    fun = _GradientsOfScales(treedef, order, precision, shapes, of_scale)
+    fun = Fixed(_gradients_of_scales, (treedef, order, precision, shapes, of_scale))
     if is_wanted(ct, x, codes):
         found = by_parts(fun, axes, ct, x, codes)
     else:
         found = fun(ct, x, codes, parts=WHOLE)
-    return [y.astype(s.dtype) for y, s in zip(found, structs, strict=True)]
+    scales = (y.astype(s.dtype) for y, s in zip(found, structs, strict=True))
+    return [None, None, *scales]
 
 
-@dataclasses.dataclass(frozen=True)
-class _GradientsOfScales:
-    """The gradients with respect to scales and offsets, stacked.
+@_with_standard_promotion
+def _gradients_of_scales(
+    treedef: TreeDef,
+    order: Order,
+    precision: Precision,
+    structs: Sequence[tuple[tuple[int, ...], Any]],
+    names: Names,
+    *operands: jax.Array,
+    parts: Parts,
+) -> Any:
+    """Returns the gradients with respect to scales and offsets, stacked.
 
-    Attributes:
+    Args:
       treedef: the structure of the matrix.
       order, precision: as for `quantized_matmul`.
       structs: shapes and dtypes of scale (and offset).
       names: the names of their axes.
+      *operands: the gradient with respect to the product, the activations, and the codes.
+      parts: the parts that these are.
     """
-
-    treedef: TreeDef
-    order: Order
-    precision: Precision
-    structs: tuple[tuple[tuple[int, ...], Any], ...]
-    names: Names
-
-    @_with_standard_promotion
-    def __call__(self, ct: jax.Array, x: jax.Array, codes: jax.Array, *, parts: Parts) -> Any:
-        order = self.order
-        # If the operands vary over a mesh, these do, too. Else JAX would sum gradients of scales over
-        # the devices twice: here, and where `quantized_matmul` made the scales vary.
-        zeros = [
-            compat.vary_like(
-                jnp.zeros([n // parts.count(a) for n, a in zip(shape, self.names, strict=True)], d),
-                (ct, x, codes),
-            )
-            for shape, d in self.structs
-        ]
-        flat = [matrices(s, order) for s in (codes, *zeros)]
-        ct, x = (y.reshape(_flat(y.shape, order)) for y in (ct, x))
-        found = reference.gradients_of_scales(
-            ct, x, flat[0], flat[1:], self.treedef, self.precision
+    ct, x, codes = operands
+    # If the operands vary over a mesh, these do, too. Else JAX would sum gradients of scales over
+    # the devices twice: here, and where `quantized_matmul` made the scales vary.
+    zeros = [
+        compat.vary_like(
+            jnp.zeros([n // parts.count(a) for n, a in zip(shape, names, strict=True)], dtype),
+            operands,
         )
-        lead, back = np.take(codes.shape, order[:-1]), tuple(map(int, np.argsort(order)))
-        return jnp.stack([jnp.transpose(s.reshape(*lead, s.shape[-1]), back) for s in found])
+        for shape, dtype in structs
+    ]
+    q = matrices(treedef.unflatten((codes, *zeros)), order)
+    ct, x = (y.reshape(_flat(y.shape, order)) for y in (ct, x))
+    found = reference.gradients_of_scales(ct, x, q, precision)
+    lead, back = np.take(codes.shape, order[:-1]), tuple(map(int, np.argsort(order)))
+    return jnp.stack([jnp.transpose(s.reshape(*lead, s.shape[-1]), back) for s in found])
 
 
 # --- batching ------------------------------------------------------------------------------------
@@ -249,36 +235,41 @@ def _batch(operands: Sequence[Array], axes: Any, *, order: Any, **params: EqnPar
 
 
 def _lower_on_cpu(ctx: Any, *operands: Array, **params: EqnParam) -> Any:
-    return _lower(ctx, operands, params, native.native_matmul, native.applies)
+    kernel = native.native_matmul
+    return _lower(ctx, *operands, kernel=kernel, applies=native.applies, **params)
 
 
 def _lower_on_gpu(ctx: Any, *operands: Array, **params: EqnParam) -> Any:
-    return _lower(ctx, operands, params, pallas.pallas_matmul, pallas.applies)
+    kernel = pallas.pallas_matmul
+    return _lower(ctx, *operands, kernel=kernel, applies=pallas.applies, **params)
 
 
 def _lower(
     ctx: Any,
-    operands: Sequence[Array],
-    params: EqnParams,
+    *operands: Array,
     kernel: Callable[..., Any],
     applies: Callable[..., bool],
+    mesh: EqnParam,
+    **params: EqnParam,
 ) -> Any:
+    """Lowers the product to a kernel if it applies, or to products of parts on several devices."""
     x, *leaves = ctx.avals_in
+    q: QuantizedMatrix = params["treedef"].unflatten(leaves)
     devices = devices_of(ctx.module_context)
-    if params["mesh"] is not None and devices is not None:
-        q = params["treedef"].unflatten(leaves)
-        fun = partitioned(_part(params), _axes(len(x.shape), q, params["order"]), devices)
+    if mesh is not None and devices is not None and devices.number > 1:
+
+        def part(*operands: jax.Array, parts: Parts) -> jax.Array:
+            out: jax.Array = quantized_matmul_p.bind(*operands, mesh=mesh, **params)
+            return out
+
+        fun = partitioned(part, _axes(len(x.shape), q, params["order"]), devices)
         return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands)
-    params = _of_product(params)
     flat = jax.ShapeDtypeStruct(_flat(x.shape, params["order"]), x.dtype)
-    served = _on_one_device(ctx.module_context) and applies(flat, leaves, **params)
-    fun = _of_matrices(kernel) if served else _reference
+    # (The partitioner would gather all operands of a foreign call on each device.)
+    on_one = devices is not None and devices.number == 1
+    known = may_be_served(flat, q, params["precision"], params["dtype"])
+    fun = _of_matrices(kernel) if on_one and known and applies(flat, q) else _reference
     return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands, **params)
-
-
-def _part(params: EqnParams) -> Callable[..., jax.Array]:
-    """Returns the product of parts of the operands."""
-    return lambda *operands, parts: quantized_matmul_p.bind(*operands, **params)
 
 
 def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
@@ -294,9 +285,11 @@ def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
     # A scale per channel belongs to all parts of the channel.
     of_scale = stored("along" if q.num_groups > 1 else None)
     operands = (*batch, *rows, inputs), stored("along"), *[of_scale] * (1 + (q.offset is not None))
-    summed_in_parts = _sums_in_parts(q)
     pieces = dict(across=q.codes.shape[order[-2]], along=_pieces(q))
-    pieces[inputs] = pieces[inputs] if summed_in_parts else 1
+    # A rounding of activations needs whole rows, or the whole part of a row that meets a group.
+    by_groups = q.axis == -2 and q.num_groups > 1 and q.activation_config.tile_size is not None
+    if q.activation is not None and not by_groups:
+        pieces[inputs] = 1
     return Axes(operands, (*batch, *rows, outputs), tuple(pieces.items()))
 
 
@@ -304,31 +297,6 @@ def _pieces(q: QuantizedMatrix) -> int:
     """Returns the number of pieces of the grouped axis: groups, or the codes of one group of bytes."""
     one_byte = formats.find(q.format).bits == 8 and not q.padding
     return q.codes.shape[-1] if q.num_groups == 1 and one_byte else q.num_groups
-
-
-def _sums_in_parts(q: QuantizedMatrix) -> bool:
-    """Whether parts of the contracted axis can be multiplied separately.
-
-    A rounding of activations needs whole rows, or the whole part of a row that meets a group.
-    """
-    if q.activation is None:
-        return True
-    return q.axis == -2 and q.num_groups > 1 and q.activation_config.tile_size is not None
-
-
-def _on_one_device(context: Any) -> bool:
-    """Whether a program, or a part of it within `shard_map`, runs on whole arrays in this process.
-
-    The partitioner would gather all operands of a foreign call on each device.
-    """
-    if getattr(context.lowering_parameters, "for_export", False):
-        return False  # to run elsewhere
-    axes = context.axis_context
-    if hasattr(axes, "num_devices"):
-        return axes.num_devices == 1
-    if hasattr(axes, "manual_axes"):
-        return all(n == 1 or axis in axes.manual_axes for axis, n in axes.mesh.shape.items())
-    return hasattr(axes, "axis_env")
 
 
 quantized_matmul_p.def_impl(_run)

@@ -132,17 +132,23 @@ class Devices:
 
 
 def devices_of(context: Any) -> Devices | None:
-    """Returns the devices over which XLA splits a lowered program; None if it does not, or unknown."""
+    """Returns the devices over which XLA splits a lowered program; None if they are unknown.
+
+    One device: the program, or a part of it within `shard_map`, runs on whole arrays in this process.
+    """
     if getattr(context.lowering_parameters, "for_export", False):
-        return None
+        return None  # to run elsewhere
     axes = context.axis_context
-    if getattr(axes, "num_devices", 1) > 1 and getattr(axes, "abstract_mesh", None) is not None:
-        return Devices(axes.num_devices)
-    mesh = getattr(axes, "mesh", None)
-    if not isinstance(mesh, Mesh) or not hasattr(axes, "manual_axes"):
-        return None
+    if hasattr(axes, "num_devices"):
+        known = axes.num_devices == 1 or getattr(axes, "abstract_mesh", None) is not None
+        return Devices(axes.num_devices) if known else None
+    if not hasattr(axes, "manual_axes"):
+        return Devices(1) if hasattr(axes, "axis_env") else None
+    mesh = axes.mesh
     free = tuple(a for a, size in mesh.shape.items() if size > 1 and a not in axes.manual_axes)
-    return Devices(num_parts(free, mesh), mesh, free) if free else None
+    if not free:
+        return Devices(1)
+    return Devices(num_parts(free, mesh), mesh, free) if isinstance(mesh, Mesh) else None
 
 
 def partitioned(
@@ -287,14 +293,14 @@ def _cheapest(
         return suggested[1], moved(suggested[0])
 
     def moved(split: Split) -> float:
-        total: float = sum(_moved(x, _spec(own, split), mesh) for x, own in arrays)
+        total: float = sum(_moved(x, _spec_of(x), _spec(own, split), mesh) for x, own in arrays)
         if result is None:
             return total
         of_result = _spec(axes.result, split)
         # The sum over devices moves each of its numbers twice.
         summed = any(split.get(name) for name in axes.summed)
         total += 2 * summed * _local_bytes(result, of_result, mesh)
-        return total + _moved_between(result, of_result, _spec_of(result), mesh)
+        return total + _moved(result, of_result, _spec_of(result), mesh)
 
     possible = ((s, idle) for s, idle in _suggested(axes, arrays, mesh) if is_possible(s))
     return min(possible, key=cost)[0]
@@ -327,11 +333,7 @@ def _suggested(
         )
 
 
-def _moved(x: Array, spec: PartitionSpec, mesh: MeshLike) -> float:
-    return _moved_between(x, _spec_of(x), spec, mesh)
-
-
-def _moved_between(x: Array, old: PartitionSpec, new: PartitionSpec, mesh: MeshLike) -> float:
+def _moved(x: Array, old: PartitionSpec, new: PartitionSpec, mesh: MeshLike) -> float:
     """Returns the bytes that a device receives if a sharding changes; zero if it has its new part."""
     pairs = zip(*(padded_spec(s, len(x.shape)) for s in (old, new)), strict=True)
     has_it = all(names_in_entry(b)[: len(names_in_entry(a))] == names_in_entry(a) for a, b in pairs)

@@ -28,7 +28,7 @@ from haiku_implicit.quantized.products.bilinear import (
     scaled,
     scaled_axes,
 )
-from haiku_implicit.quantized.products.config import ProductConfig
+from haiku_implicit.quantized.products.rules import ProductConfig
 
 
 class Inputs(NamedTuple):

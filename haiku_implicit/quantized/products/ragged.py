@@ -7,9 +7,8 @@ without rows are hardly read, and the number of operations is about the number t
 CPU, JAX's own product multiplies all rows with the matrices of all groups.)
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,16 +18,15 @@ from jax.sharding import Sharding
 
 from haiku_implicit.core.binary import BinaryCall
 from haiku_implicit.core.sharding import is_split
-from haiku_implicit.core.typing import Array, EqnParam, Result, TreeDef
+from haiku_implicit.core.typing import Array, EqnParam, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.blocks import slices
 from haiku_implicit.quantized.products.by_parts import (
+    Fixed,
     by_parts,
     is_wanted,
-    names_of_leaves,
-    pieces_of,
 )
-from haiku_implicit.quantized.products.partitioned import WHOLE, Axes, Names, Parts, Pieces
+from haiku_implicit.quantized.products.partitioned import WHOLE, Axes, Parts, Pieces
 from haiku_implicit.quantized.products.stored import quantized_dot
 from haiku_implicit.quantized.products.tiles import tiles_of
 
@@ -55,41 +53,37 @@ class RowNumbers(NamedTuple):
     def without_batch(self) -> "RowNumbers":
         """Returns the axes for one element of the first batch axes."""
         x, w = self.x_batch[0], self.w_batch[0]
-        of_x, of_w = (lambda i: i - (i > x)), (lambda i: i - (i > w))
-        return RowNumbers(
-            of_x(self.x_rows),
-            of_x(self.x_contracted),
-            of_w(self.w_group),
-            of_w(self.w_contracted),
-            tuple(map(of_x, self.x_batch[1:])),
-            tuple(map(of_w, self.w_batch[1:])),
+        rows, x_contracted, *x_batch = (
+            i - (i > x) for i in (self.x_rows, self.x_contracted, *self.x_batch[1:])
         )
+        group, w_contracted, *w_batch = (
+            i - (i > w) for i in (self.w_group, self.w_contracted, *self.w_batch[1:])
+        )
+        return RowNumbers(rows, x_contracted, group, w_contracted, tuple(x_batch), tuple(w_batch))
 
     def of_result(self) -> "RowNumbers":
         """Returns the axes for a next product, with the result `[batch..., m, n]` as first operand."""
         n = len(self.x_batch)
         return self._replace(x_rows=n, x_contracted=n + 1, x_batch=tuple(range(n)))
 
-    def names_of_matrices(self) -> Names:
-        """Names the axes of the stacked matrices."""
-        at: dict[int, str] = {axis: f"batch{i}" for i, axis in enumerate(self.w_batch)}
-        at |= {self.w_group: "groups", self.w_contracted: "inputs"}
-        return tuple(at.get(i, "outputs") for i in range(len(self.w_batch) + 3))
-
-    def axes(self, of_matrices: Sequence[Names], sizes_ndim: int, pieces: Pieces = ()) -> Axes:
+    def axes(self, sizes_ndim: int, pieces: Pieces = ()) -> Axes:
         """Names the axes of all operands and of the result.
 
         Args:
-          of_matrices: the names for each leaf of the matrices.
           sizes_ndim: how many axes the sizes of the groups have.
           pieces: see `Axes`.
         """
         batch = [f"batch{i}" for i in range(len(self.x_batch))]
-        at: dict[int, str] = dict(zip(self.x_batch, batch, strict=True))
-        at |= {self.x_rows: "rows", self.x_contracted: "inputs"}
-        of_x = tuple(at[i] for i in range(len(at)))
-        of_sizes = (*(batch if sizes_ndim > 1 else ()), None)
-        return Axes((of_x, *of_matrices, of_sizes), (*batch, "rows", "outputs"), pieces)
+        of_x: dict[int, str] = dict(zip(self.x_batch, batch, strict=True))
+        of_x |= {self.x_rows: "rows", self.x_contracted: "inputs"}
+        of_w: dict[int, str] = dict(zip(self.w_batch, batch, strict=True))
+        of_w |= {self.w_group: "groups", self.w_contracted: "inputs"}
+        operands = (
+            tuple(of_x[i] for i in range(len(of_x))),
+            tuple(of_w.get(i, "outputs") for i in range(len(of_w) + 1)),
+            (*(batch if sizes_ndim > 1 else ()), None),
+        )
+        return Axes(operands, (*batch, "rows", "outputs"), pieces)
 
 
 def row_numbers(
@@ -149,17 +143,13 @@ def quantized_ragged_dot(
     numbers = row_numbers(x, q, **params)
     if numbers is None or not q.activation_config.by_rows:
         return NotImplemented
-    kept = {name: params.get(name) for name in ("precision", "preferred_element_type")}
-    leaves, treedef = jax.tree.flatten(q)
-    fun = _StoredProduct(numbers, tuple(kept.items()), treedef)
-    names = numbers.names_of_matrices()
-    of_leaves = names_of_leaves(q, names) if is_wanted(x, q, group_sizes) else None
-    if of_leaves is None:
-        return _run(fun, x, *leaves, group_sizes)
+    options = params.get("precision"), params.get("preferred_element_type")
+    fun = Fixed(_of_stored, (numbers, options))
+    if not is_wanted(x, q, group_sizes):
+        return _run(fun, x, q, group_sizes)
     # The rounding of activations needs whole rows.
-    pieces = (*pieces_of(q, names), *([] if q.activation is None else [("inputs", 1)]))
-    axes = numbers.axes(of_leaves, group_sizes.ndim, pieces)
-    return by_parts(fun, axes, x, *leaves, group_sizes)
+    pieces = () if q.activation is None else (("inputs", 1),)
+    return by_parts(fun, numbers.axes(group_sizes.ndim, pieces), x, q, group_sizes, dense=False)
 
 
 # Jitted, because eager code would allocate each intermediate value.
@@ -169,38 +159,33 @@ def _run(fun: Any, *operands: jax.Array) -> jax.Array:
     return out
 
 
-@dataclasses.dataclass(frozen=True)
-class _StoredProduct:
-    """The product with stored matrices, as a function of their leaves.
+def _of_stored(
+    numbers: RowNumbers,
+    options: tuple[Any, Any],
+    x: jax.Array,
+    q: QuantizedMatrix,
+    sizes: jax.Array,
+    parts: Parts,
+) -> jax.Array:
+    """Computes the product with stored matrices; `options` are precision and dtype."""
+    precision, dtype = options
+    params = dict(precision=precision, preferred_element_type=dtype, out_sharding=None)
 
-    Attributes:
-      numbers: the axes.
-      options: parameters of the products, as pairs.
-      treedef: the structure of the matrices.
-    """
-
-    numbers: RowNumbers
-    options: tuple[tuple[str, Any], ...]
-    treedef: TreeDef
-
-    def __call__(self, x: jax.Array, *others: jax.Array, parts: Parts) -> jax.Array:
-        *leaves, sizes = others
-        return _in_tiles(
-            self._multiply, x, self.treedef.unflatten(leaves), sizes, self.numbers, parts
+    def multiply(rows: jax.Array, q: QuantizedMatrix, groups: jax.Array, contract: int) -> Array:
+        numbers = (((1,), (contract,)), ((), ()))
+        call = BinaryCall(
+            jax.lax.dot_general_p, params | dict(dimension_numbers=numbers), w_first=False
         )
 
-    def _multiply(
-        self, rows: jax.Array, q: QuantizedMatrix, groups: jax.Array, contract: int
-    ) -> jax.Array:
         # Checkpointed, or the loop would keep the codes of each tile for the backward pass.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def one(rows: jax.Array, group: jax.Array) -> jax.Array:
-            part = jax.tree.map(lambda leaf: leaf[0], slices(q, group, 1, 0)).with_row_scales()
-            params = dict(self.options, out_sharding=None)
-            params |= dict(dimension_numbers=(((1,), (contract,)), ((), ())))
-            return quantized_dot(BinaryCall(jax.lax.dot_general_p, params, False), rows, part)
+            part = jax.tree.map(lambda leaf: leaf[0], slices(q, group, 1, 0))
+            return quantized_dot(call, rows, part.with_row_scales())
 
         return jax.lax.map(lambda tile: one(*tile), (rows, groups))
+
+    return _in_tiles(multiply, x, q, sizes, numbers, parts)
 
 
 def small_ragged_dot(
@@ -216,36 +201,27 @@ def small_ragged_dot(
       numbers: the axes.
       **options: parameters of `jax.lax.dot_general`.
     """
-
-    fun = _SmallProduct(numbers, tuple(options.items()))
+    fun = Fixed(_of_dense, (numbers, tuple(options.items())))
     if not is_wanted(x, w, group_sizes):
         return fun(x, w, group_sizes, parts=WHOLE)
-    axes = numbers.axes([numbers.names_of_matrices()], group_sizes.ndim)
-    return by_parts(fun, axes, x, w, group_sizes)
+    return by_parts(fun, numbers.axes(group_sizes.ndim), x, w, group_sizes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _SmallProduct:
-    """The product with dense matrices.
+def _of_dense(
+    numbers: RowNumbers,
+    options: tuple[tuple[str, Any], ...],
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    parts: Parts,
+) -> jax.Array:
+    """Computes the product with dense matrices; `options` are parameters of `dot_general`."""
 
-    Attributes:
-      numbers: the axes.
-      options: parameters of `jax.lax.dot_general`, as pairs.
-    """
-
-    numbers: RowNumbers
-    options: tuple[tuple[str, Any], ...]
-
-    def __call__(self, x: jax.Array, w: jax.Array, sizes: jax.Array, parts: Parts) -> jax.Array:
-        return _in_tiles(self._multiply, x, w, sizes, self.numbers, parts)
-
-    def _multiply(
-        self, rows: jax.Array, w: jax.Array, groups: jax.Array, contract: int
-    ) -> jax.Array:
+    def multiply(rows: jax.Array, w: jax.Array, groups: jax.Array, contract: int) -> jax.Array:
         numbers = (((2,), (1 + contract,)), ((0,), (0,)))
-        return jax.lax.dot_general(
-            rows, w[groups], numbers, out_sharding=None, **dict(self.options)
-        )
+        return jax.lax.dot_general(rows, w[groups], numbers, out_sharding=None, **dict(options))
+
+    return _in_tiles(multiply, x, w, sizes, numbers, parts)
 
 
 def _in_tiles(

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.core.typing import Array, DType, Precision, TreeDef
+from haiku_implicit.core.typing import Array, DType, Precision
 from haiku_implicit.quantized.layout import Order, matrices
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.operands import quantize_rows, rounded_rows, stored_operand
@@ -25,26 +25,20 @@ _BLOCK = 1 << 15
 
 
 def product(
-    x: jax.Array,
-    *leaves: jax.Array,
-    treedef: TreeDef,
-    order: Order,
-    precision: Precision,
-    dtype: DType,
+    x: jax.Array, q: QuantizedMatrix, order: Order, precision: Precision, dtype: DType
 ) -> jax.Array:
-    """Computes the product with a batch of matrices, with the primitive's arguments and result.
+    """Computes the product with a batch of matrices.
 
     Args:
       x: `[batch, m, i]`.
-      *leaves: the leaves of the quantized `[batch, i, o]`.
-      treedef: their structure.
+      q: `[batch, i, o]`.
       order, precision, dtype: as for `quantized_matmul`.
     """
     run = functools.partial(_product_of_one, precision=precision, dtype=dtype)
-    flat = [matrices(leaf, order) for leaf in leaves]
+    q = matrices(q, order)
     if x.shape[0] == 1:
-        return run(x[0], treedef.unflatten([leaf[0] for leaf in flat]))[None]
-    return jax.vmap(run)(x, treedef.unflatten(flat))
+        return run(x[0], jax.tree.map(lambda leaf: leaf[0], q))[None]
+    return jax.vmap(run)(x, q)
 
 
 def _product_of_one(
@@ -77,45 +71,37 @@ def _product_of_one(
 
 
 def gradients_of_scales(
-    ct: jax.Array,
-    x: jax.Array,
-    codes: jax.Array,
-    zeros: Array,
-    treedef: TreeDef,
-    precision: Precision,
+    ct: jax.Array, x: jax.Array, q: QuantizedMatrix, precision: Precision
 ) -> Any:
     """Returns the gradients with respect to scales and offsets, `[batch, rows, groups]` each.
 
     Args:
       ct: `[batch, m, o]`, the gradient with respect to the product.
       x: `[batch, m, i]`.
-      codes: the codes of the quantized `[batch, i, o]`, reshaped by `layout.matrices`.
-      zeros: arrays with the dtypes and the (reshaped) shapes of scales and offsets.
-      treedef: the structure of the quantized matrix.
+      q: the quantized `[batch, i, o]`, reshaped by `layout.matrices`; its scales do not matter.
       precision: as for `quantized_matmul`.
     """
-    whole = treedef.unflatten((codes, *zeros))
-    if whole.activation is not None:
-        x = rounded_rows(x, whole)
+    if q.activation is not None:
+        x = rounded_rows(x, q)
     wide = jnp.promote_types(jnp.promote_types(ct.dtype, x.dtype), jnp.float32)
 
     def one(ct: jax.Array, x: jax.Array, q: QuantizedMatrix) -> Any:
         by_row, other = (ct, x) if q.axis == -2 else (x, ct)
 
         def block(start: Array, size: int) -> Any:
-            codes, *scales = jax.tree.leaves(slices(q, start, size, -2))
+            (codes, *scales), treedef = jax.tree.flatten(slices(q, start, size, -2))
             of_rows = slices(by_row, start, size, 1)
             of_w = jax.lax.dot(of_rows.T, other, precision=precision, preferred_element_type=wide)
 
             def values(*scales: jax.Array) -> jax.Array:
-                dense = treedef.unflatten((codes, *scales))._replace(axis=-1).materialize()
-                return dense.astype(wide)
+                own: QuantizedMatrix = jax.tree.unflatten(treedef, (codes, *scales))
+                return own._replace(axis=-1).materialize().astype(wide)
 
             return jax.linear_transpose(values, *scales)(of_w)
 
         return over_blocks(block, q.codes.shape[-2], _block_size(q), 0)
 
-    return jax.vmap(one)(ct, x, whole)
+    return jax.vmap(one)(ct, x, q)
 
 
 def _block_size(q: QuantizedMatrix) -> int:

@@ -1,4 +1,4 @@
-"""Rules: which modules of a model are quantized, and how."""
+"""Rules: which modules of a model are quantized, and how; the configuration of one product."""
 
 import dataclasses
 import re
@@ -9,17 +9,115 @@ from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.serialization import static_values
 from haiku_implicit.quantized.numbers import formats, options
-from haiku_implicit.quantized.numbers.options import OperandConfig
-from haiku_implicit.quantized.products.config import ProductConfig
+from haiku_implicit.quantized.numbers.options import OperandConfig, renamed
+
+# --- the configuration of a product ---------------------------------------------------------------
+
+GradientConfig = OperandConfig
+"""Another name of `OperandConfig`, for the configuration of an incoming gradient."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductConfig:
+    """How one product is quantized, operand by operand: the resolved form of a `QtRule`.
+
+    The forward pass multiplies `lhs` and `rhs`. The backward pass has two products, for the gradients
+    with respect to `lhs` and to `rhs`: each multiplies the incoming gradient with a residual, which is
+    the other operand of the forward pass.
+
+    Attributes:
+      lhs, rhs: the operands in the forward pass.
+      dlhs_grad, drhs_grad: the incoming gradient, in the products for `lhs` and for `rhs`.
+      dlhs_residual, drhs_residual: the residual in these products, if the forward pass leaves a dense
+        one.
+      disable_gradient_clipping: whether gradients also pass to values beyond the range of a
+        calibration that clips ('absmax,0.8').
+      use_original_residuals: whether the residuals are the operands before their quantization.
+
+    Example:
+      >>> from haiku_implicit.quantization import OperandConfig, ProductConfig
+      >>> config = ProductConfig(lhs=OperandConfig('int8')).with_flat(rhs_qtype='int4', tile_size=32)
+      >>> config.rhs.qtype, config.lhs.tile_size
+      ('int4', 32)
+    """
+
+    lhs: OperandConfig = dataclasses.field(default_factory=OperandConfig)
+    rhs: OperandConfig = dataclasses.field(default_factory=OperandConfig)
+    dlhs_grad: OperandConfig = dataclasses.field(default_factory=OperandConfig)
+    drhs_grad: OperandConfig = dataclasses.field(default_factory=OperandConfig)
+    dlhs_residual: OperandConfig = dataclasses.field(default_factory=OperandConfig)
+    drhs_residual: OperandConfig = dataclasses.field(default_factory=OperandConfig)
+    disable_gradient_clipping: bool = False
+    use_original_residuals: bool = False
+
+    @property
+    def operands(self) -> tuple[OperandConfig, OperandConfig]:
+        """The configurations of both operands in the forward pass."""
+        return self.lhs, self.rhs
+
+    def flat(self) -> dict[str, Any]:
+        """Returns all options in one mapping, by Qwix's names."""
+        found = {name: getattr(self, name) for name in _FLAGS}
+        for operand, names in _FLAT_NAMES.items():
+            config = getattr(self, operand)
+            found |= {name: getattr(config, option) for option, name in names.items()}
+        return found
+
+    def with_flat(self, **changes: Any) -> "ProductConfig":
+        """Returns this configuration with changed options, by Qwix's names.
+
+        Args:
+          **changes: for example `lhs_qtype`, `dlhs_grad_calibration_method`; `tile_size` is for both
+            operands of the forward pass, `drhs_tile_size` for both operands of the product for `rhs`.
+
+        Raises:
+          ValueError: for a name that does not exist, or a value out of its range.
+        """
+        known = self.flat()
+        if unknown := sorted(changes.keys() - known.keys()):
+            raise ValueError(
+                f"expected fields of ProductConfig, got {', '.join(unknown)}; there are "
+                f"{', '.join(sorted(known))}"
+            )
+        new = {name: changes[name] for name in _FLAGS if name in changes}
+        for operand, names in _FLAT_NAMES.items():
+            own = {option: changes[name] for option, name in names.items() if name in changes}
+            with renamed(names):
+                new[operand] = dataclasses.replace(getattr(self, operand), **own)
+        return dataclasses.replace(self, **new)
+
+
+# --- the names of Qwix ----------------------------------------------------------------------------
+
+_FLAGS = ("disable_gradient_clipping", "use_original_residuals")
+
+
+def _flat_name(operand: str, option: str) -> str:
+    """Returns Qwix's name of an operand's option; operands of one product share some of these names."""
+    if option == "channelwise_noise_axes" or (option == "tile_size" and operand in ("lhs", "rhs")):
+        return option
+    shared = option in ("tile_size", "stochastic_rounding")
+    return f"{operand.partition('_')[0] if shared else operand}_{option}"
+
+
+_OPTIONS = ("qtype", "calibration_method", "disable_channelwise_axes", "tile_size")
+_ROUNDING = ("stochastic_rounding", "channelwise_noise_axes")
+_FLAT_NAMES = {
+    operand: {option: _flat_name(operand, option) for option in options}
+    for options, operands in (
+        (_OPTIONS, ("lhs", "rhs", "dlhs_residual", "drhs_residual")),
+        ((*_OPTIONS, *_ROUNDING), ("dlhs_grad", "drhs_grad")),
+    )
+    for operand in operands
+}
+
+
+# --- rules ----------------------------------------------------------------------------------------
 
 # The operations that rules distinguish. When rules see an einsum, it has already become products of two
 # operands, so that a rule for one is a rule for the other.
 OP_NAMES = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot")
 _SAME_OP = {"einsum": "dot_general"}
-
-_GRADIENT_OPTIONS = {
-    option: f"bwd_{option}" for option in ("qtype", "calibration_method", "stochastic_rounding")
-}
 
 
 @static_values
@@ -117,11 +215,8 @@ class QuantRule:
         if self.weight_qtype is None:
             raise ValueError("weight_qtype: None leaves the weight as it is")
         method: str | None = self.weight_calibration_method
-        recipe = self.weight_qtype in formats.RECIPES
-        fmt = None if recipe else formats.find(self.weight_qtype)
-        size = (
-            round(length * self.tile_size) if isinstance(self.tile_size, float) else self.tile_size
-        )
+        fmt, size = formats.FORMATS.get(self.weight_qtype), self.tile_size  # None for a recipe
+        size = round(length * size) if isinstance(size, float) else size
         if method == "absmax" and fmt is not None and (fmt.offset or fmt.name in formats.BY_MEAN):
             method = None  # the rules' default suits only formats with a symmetric range
         return dict(
@@ -144,17 +239,16 @@ class QuantRule:
         """
         static = self.act_static_scale and not is_weight
         return self._operand(
-            dict(qtype="weight_qtype", calibration_method="weight_calibration_method")
-            if is_weight
-            else dict(qtype="act_qtype", calibration_method="act_calibration_method"),
+            "weight" if is_weight else "act",
             tile_size=self.tile_size,
             static_axes=tuple(self.act_batch_axes) if static else None,
         )
 
-    def _operand(self, names: Mapping[str, str], **others: Any) -> OperandConfig:
-        """Makes a configuration of options that the rule has under other names, and other options."""
+    def _operand(self, prefix: str, *more: str, **others: Any) -> OperandConfig:
+        """Makes a configuration of options that the rule has with a prefix, and other options."""
+        names = {option: f"{prefix}_{option}" for option in ("qtype", "calibration_method", *more)}
         own = {option: getattr(self, name) for option, name in names.items()}
-        with options.renamed(names):
+        with renamed(names):
             return OperandConfig(**own, **others)
 
     def config(self, lhs_is_weight: bool, rhs_is_weight: bool) -> ProductConfig:
@@ -239,7 +333,8 @@ class QtRule(QuantRule):
             configs[side] = self.operand(is_weight)
             configs[f"d{side}_residual"] = OperandConfig(tile_size=tile_size)
             configs[f"d{side}_grad"] = self._operand(
-                _GRADIENT_OPTIONS,
+                "bwd",
+                "stochastic_rounding",
                 disable_channelwise_axes=self.disable_channelwise_axes,
                 tile_size=tile_size,
                 channelwise_noise_axes=self.channelwise_noise_axes,

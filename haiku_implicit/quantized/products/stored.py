@@ -91,6 +91,7 @@ def _as_matmul(
     free = tuple(i for i in range(q.ndim) if i not in (*q_batch, *matrix))
     of_x = tuple(i for i in range(x.ndim) if i not in (*x_batch, x_contracted))
     out_axis = next(i for i in matrix if i != contracted)
+    x_at, q_at = call.in_result(x, q)
     in_both = [x.shape[i] for i in x_batch]
     stacked = [q.shape[i] for i in free]
     rows = [x.shape[i] for i in of_x]
@@ -102,12 +103,13 @@ def _as_matmul(
     x = jnp.broadcast_to(x, (*in_both, *stacked, *rows, x.shape[-1]))
     q = q._replace(axis=-1 if contracted == row else -2)
     out = quantized_matmul(x, q, order=order, precision=call.params["precision"], dtype=dtype)
-    # `dot_general` has batch axes, then the free ones of the first operand, then of the second.
-    b, s, r = len(in_both), len(stacked), len(rows)
-    at = dict(zip((*free, out_axis), (*range(b, b + s), b + s + r), strict=True))
-    of_q = [at[i] for i in sorted(at)]
-    first, second = call.ordered(range(b + s, b + s + r), of_q)
-    return jnp.transpose(out, (*range(b), *first, *second))
+    places = [
+        *range(len(x_batch)),
+        *(q_at[i] for i in free),
+        *(x_at[i] for i in of_x),
+        q_at[out_axis],
+    ]
+    return jnp.moveaxis(out, range(out.ndim), places)
 
 
 # --- in codes ------------------------------------------------------------------------------------
@@ -166,15 +168,9 @@ def _blocks(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, out: Array) -> _
         return None
     of_x, of_q = ((*c, *b) for c, b in zip(call.contracted, call.batch, strict=True))
     x_axes = dict(zip(of_q, of_x, strict=True))
-    out_axis = None
-    if axis in call.batch[1]:
-        out_axis = call.batch[1].index(axis)
-    elif axis not in x_axes:
-        if out.size > q.size:
-            return None  # joining the results would take more memory than the dense weight
-        free = [i for i in range(q.ndim) if i not in x_axes]
-        before = 0 if call.w_first else x.ndim - len(x_axes)
-        out_axis = len(call.batch[1]) + before + free.index(axis)
+    if axis not in x_axes and out.size > q.size:
+        return None  # joining the results would take more memory than the dense weight
+    out_axis = call.in_result(x, q)[1].get(axis)
     return _Blocks(axis, q.shape[axis] // count, x_axes.get(axis), out_axis)
 
 

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.materialization import Remark, emit
-from haiku_implicit.core.typing import Array, DType, EqnParam, EqnParams, Primitive, Result
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Primitive, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.bilinear import Product, product_of
 
@@ -81,52 +80,17 @@ class ConvertedMatrix(QuantizedMatrix, core_ndim=2):
 # --- rules: each may warn, and leaves the computation to the rules of `QuantizedMatrix` -----------
 
 
-@binary_handler(["dot_general", "conv_general_dilated"])
-def check_product(call: BinaryCall, x: jax.Array, w: ConvertedMatrix) -> Result:
-    """Warns if training has other scales in a product with a dense array."""
-    product = product_of(call.primitive, call.ordered(x, w), call.params)
-    if product is not None:
-        w.check_product(product, 0 if call.w_first else 1)
-    return NotImplemented
-
-
-@primitive_handler("dot_general")
-def check_product_of_two(
-    primitive: Primitive, v: ConvertedMatrix, w: ConvertedMatrix, **params: EqnParam
+@primitive_handler(["dot_general", "conv_general_dilated", ragged_dot_general_p], precedence=1)
+def check_product(
+    primitive: Primitive, *operands: jax.Array | ConvertedMatrix, **params: EqnParam
 ) -> Result:
-    """Warns if training has other scales in a product of two converted matrices."""
-    product = product_of(primitive, (v, w), params)
-    if product is not None:
-        v.check_product(product, 0)
-        w.check_product(product, 1)
+    """Warns if training has other scales in a product."""
+    pair = operands[0], operands[1]
+    product = product_of(primitive, pair, params)
+    for side, w in enumerate(pair):
+        if product is not None and isinstance(w, ConvertedMatrix):
+            w.check_product(product, side)
     return NotImplemented
-
-
-@primitive_handler(ragged_dot_general_p)
-def check_ragged_product(
-    primitive: Primitive, x: jax.Array, w: ConvertedMatrix, sizes: jax.Array, **params: EqnParam
-) -> Result:
-    """Warns if training has other scales in a ragged product."""
-    product = product_of(primitive, (x, w), params)
-    if product is not None:
-        w.check_product(product, 1)
-    return NotImplemented
-
-
-@primitive_handler("gather")
-def check_look_up(
-    primitive: Primitive,
-    w: ConvertedMatrix,
-    indices: jax.Array,
-    *,
-    slice_sizes: tuple[int, ...],
-    **params: EqnParam,
-) -> Result:
-    """Warns of a look-up of rows, which training does not round."""
-    if tuple(slice_sizes[-2:]) != w.shape[-2:]:
-        w.warn("training looks up its rows as they are, and the stored ones are rounded")
-        return NotImplemented
-    return check_part(primitive, w, indices, slice_sizes=slice_sizes)
 
 
 @primitive_handler(["mul", "div", "neg"], precedence=1)
@@ -138,29 +102,42 @@ def check_scaled(
     return NotImplemented
 
 
-@primitive_handler("convert_element_type")
-def check_cast(
-    primitive: Primitive, w: ConvertedMatrix, *, new_dtype: DType, **params: EqnParam
-) -> Result:
-    """Warns of a cast that may lose something: training quantizes the cast weight."""
-    if jnp.promote_types(w.dtype, new_dtype) != np.dtype(new_dtype):
-        w.warn(f"it is cast to {np.dtype(new_dtype).name}, and training quantizes what that leaves")
-    return NotImplemented
-
-
-@primitive_handler(["slice", "dynamic_slice", "split", "concatenate"], precedence=1)
-def check_part(
+@primitive_handler(
+    ["gather", "convert_element_type", "reshape", "slice", "dynamic_slice", "split", "concatenate"],
+    precedence=1,
+)
+def check_change(
     primitive: Primitive, w: ConvertedMatrix, *others: Array, **params: EqnParam
 ) -> Result:
-    """Warns if the length of an axis that shares scales changes, which changes scales in training."""
+    """Warns of a change before the product, if training quantizes the changed weight differently."""
+    reason = _difference(primitive.name, w, params)
+    if reason is not None:
+        w.warn(reason)
+    return NotImplemented
+
+
+def _difference(name: str, w: ConvertedMatrix, params: EqnParams) -> str | None:
+    """Returns how training differs from an operation on the stored weight; None if it does not."""
+    if name == "convert_element_type":
+        new = np.dtype(params["new_dtype"])
+        loses = jnp.promote_types(w.dtype, new) != new
+        return (
+            f"it is cast to {new.name}, and training quantizes what that leaves" if loses else None
+        )
+    if name == "reshape":
+        # In training, tiles are along the last of the new axes and are shared along the others.
+        cut = w.num_groups > 1 and w.shape[w._grouped_axis] not in params["new_sizes"]
+        return "the axis that is cut into tiles is reshaped before the product" if cut else None
+    if name == "gather" and tuple(params["slice_sizes"][-2:]) != w.shape[-2:]:
+        return "training looks up its rows as they are, and the stored ones are rounded"
     sharing = {w._grouped_axis, *(w.ndim + i for i in w.shared)}
     sharing = sharing if w.channelwise else set(range(w.ndim))
-    if sharing & _changed(w, params):
-        w.warn(
-            f"{primitive.name!r} changes the length of an axis that shares scales, before the product, "
-            "and training quantizes the result"
-        )
-    return NotImplemented
+    if not sharing & _changed(w, params):
+        return None
+    return (
+        f"{name!r} changes the length of an axis that shares scales, before the product, and training "
+        "quantizes the result"
+    )
 
 
 def _changed(w: ConvertedMatrix, params: EqnParams) -> set[int]:
@@ -175,16 +152,3 @@ def _changed(w: ConvertedMatrix, params: EqnParams) -> set[int]:
         steps = params.get("strides") or (1,) * w.ndim
         sizes = [-((a - b) // step) for (a, b), step in zip(corners, steps, strict=True)]
     return {i for i, (a, b) in enumerate(zip(sizes, w.shape, strict=True)) if a != b}
-
-
-@primitive_handler("reshape")
-def check_reshaped(
-    primitive: Primitive, w: ConvertedMatrix, *, new_sizes: tuple[int, ...], **params: EqnParam
-) -> Result:
-    """Warns if the axis that is cut into tiles is reshaped.
-
-    In training, tiles are along the last of the new axes and are shared along the others.
-    """
-    if w.num_groups > 1 and w.shape[w._grouped_axis] not in new_sizes:
-        w.warn("the axis that is cut into tiles is reshaped before the product")
-    return NotImplemented

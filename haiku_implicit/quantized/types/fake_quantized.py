@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
@@ -101,28 +100,17 @@ class FakeQuantized(Wrapper, core_ndim=2, warn_on_materialize=False):
         return QuantizedMatrix.quantize(self.value, **dict(self.options))
 
 
-@binary_handler(["dot_general", "conv_general_dilated", "add", "sub", "mul", "div"])
-def multiply_by_straight_through(call: BinaryCall, x: jax.Array, w: FakeQuantized) -> jax.Array:
-    """Multiplies or adds a dense array and the rounded values."""
-    return call(x, w.materialize())
-
-
-@primitive_handler(ragged_dot_general_p)
-def multiply_rows_by_straight_through(
-    primitive: Primitive, x: jax.Array, w: FakeQuantized, sizes: jax.Array, **params: EqnParam
-) -> jax.Array:
-    """Multiplies rows with the rounded matrices of their groups."""
-    return primitive.bind(x, w.materialize(), sizes, **params)
-
-
 @primitive_handler(
     [
+        "dot_general", "conv_general_dilated", ragged_dot_general_p, "add", "sub", "mul", "div",
         "transpose", "reshape", "convert_element_type", "gather", "square", "integer_pow", "abs",
         "reduce_sum", "reduce_max", "reduce_min",
-    ]
+    ],
+    precedence=1,
 )  # fmt: skip
 def apply_to_straight_through(
-    primitive: Primitive, w: FakeQuantized, *others: jax.Array, **params: EqnParam
+    primitive: Primitive, *operands: jax.Array | FakeQuantized, **params: EqnParam
 ) -> jax.Array:
-    """Applies an operation that changes more than batch axes to the dense rounded values."""
-    return primitive.bind(w.materialize(), *others, **params)
+    """Applies a product, or an operation that changes more than batch axes, to the rounded values."""
+    dense = [x.materialize() if isinstance(x, FakeQuantized) else x for x in operands]
+    return primitive.bind(*dense, **params)

@@ -5,7 +5,7 @@ Columns and groups stay quantized. Only the rows that an embedding looks up beco
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 
 from haiku_implicit.core.batch_axes import with_renamed_axes, without_whole_axes
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.typing import EqnParam, Primitive, Result
+from haiku_implicit.core.typing import EqnParam, Primitive, Result, Tree
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products.blocks import slices
@@ -69,11 +69,10 @@ def concatenate_matrices(
     first = operands[0]
     if dimension < first.ndim - 2 or len({(_kind(w), w.group_size) for w in operands}) > 1:
         return NotImplemented
-    if dimension == first._row_axis:
-        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *operands)
-    if any(w.padding for w in operands):
+    axis = -2 if dimension == first._row_axis else -1
+    if axis == -1 and any(w.padding for w in operands):
         return NotImplemented
-    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *operands)
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis), *operands)
 
 
 def _kind(w: QuantizedMatrix) -> Any:
@@ -87,23 +86,25 @@ def part_of(w: QuantizedMatrix, axis: int, start: int, limit: int) -> Result:
     `NotImplemented` if it would cut a group.
     """
 
-    def cut(leaf: jax.Array, start: int, limit: int, axis: int) -> jax.Array:
-        return jax.lax.slice_in_dim(leaf, start, limit, axis=axis)
-
     if (start, limit) == (0, w.shape[axis]):
         return w
     if axis != w._grouped_axis:
-        return jax.tree.map(lambda leaf: cut(leaf, start, limit, min(axis, w.ndim - 2)), w)
+        return _cut(w, min(axis, w.ndim - 2), start, limit)
     if start == limit:
         return NotImplemented  # a matrix has at least one group
     g, fmt = w.group_size, w._format
-    codes = cut(w.codes, fmt.stored(start), fmt.stored(limit), axis=w.ndim - 1)
+    codes = _cut(w.codes, w.ndim - 1, fmt.stored(start), fmt.stored(limit))
     if w.num_groups == 1 and fmt.bits == 8:  # a scale per channel holds for each part
         return w._replace(codes=codes)
     if w.padding or start % g or limit % g:
         return NotImplemented
-    out = w.map_scales(lambda leaf: cut(leaf, start // g, limit // g, axis=w.ndim - 1))
+    out = w.map_scales(lambda leaf: _cut(leaf, w.ndim - 1, start // g, limit // g))
     return out._replace(codes=codes)
+
+
+def _cut(tree: Tree, axis: int, start: int, limit: int, step: int = 1) -> Tree:
+    """Slices each leaf along an axis."""
+    return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, limit, step, axis), tree)
 
 
 # --- slices ---------------------------------------------------------------------------------------
@@ -132,8 +133,7 @@ def slice_matrix(
             return NotImplemented
         changed.remove(grouped)
     for i in (i for i in changed if i != grouped):
-        cut = functools.partial(_slice_leaf, *cuts[i], axis=min(i, w.ndim - 2))
-        w = jax.tree.map(cut, w)
+        w = _cut(w, min(i, w.ndim - 2), *cuts[i])
     if grouped in changed:
         return _along_groups(w, jnp.arange(*cuts[grouped]))
     return w.materialize() if w.ndim - 2 in changed else w
@@ -157,10 +157,6 @@ def dynamic_slice_matrix(
         steps = jnp.arange(slice_sizes[grouped], dtype=at[grouped].dtype)
         return _along_groups(w, at[grouped] + steps)
     return w.materialize() if w.ndim - 2 in changed else w
-
-
-def _slice_leaf(start: int, limit: int, step: int, leaf: jax.Array, *, axis: int) -> jax.Array:
-    return jax.lax.slice_in_dim(leaf, start, limit, step, axis=axis)
 
 
 def as_index(x: jax.Array) -> jax.Array:
@@ -188,17 +184,9 @@ def _elements(
       take: returns the elements of a leaf at positions of its last axis.
       expand: reshapes an array of the shape of `ids` so that it broadcasts with these elements.
     """
-    fmt = w._format
-    group, places = formats.locate(ids, w.group_size, fmt)
-    planes = []
-    for place in places:
-        plane = take(w.codes, place.position)
-        if fmt.bits < 8:
-            shift = jnp.broadcast_to(expand(place.shift), plane.shape).astype(plane.dtype)
-            plane = (plane >> shift) & (2**place.bits - 1)
-            plane = plane << place.below
-        planes.append(plane)
-    codes = functools.reduce(jnp.bitwise_or, planes)
+    fmt, g = w._format, w.group_size
+    group, within = ids // g, ids % g
+    codes = formats.codes_at(group, within, g, fmt, functools.partial(take, w.codes), expand)
     offset = None if w.offset is None else take(w.offset, group)
     return w.rounded(formats.scaled(codes, take(w.scale, group), offset, fmt))
 
@@ -225,15 +213,16 @@ def gather_from_matrix(
         return NotImplemented
     if not filling:
         indices, d = without_whole_axes(indices, d, w.shape, slice_sizes)
-    common = dict(mode=_Modes.CLIP if filling else mode, fill_value=None, **params)
+    options = dict(mode=_Modes.CLIP if filling else mode, fill_value=None, **params)
+    run = functools.partial(primitive.bind, **options)
+    gather = _Gather(w, as_index(indices), d, slice_sizes, run)
     gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
     if not core & {*gone, *d.start_index_map} and all(slice_sizes[i] == w.shape[i] for i in core):
         last = indices.ndim - 1 + len(d.offset_dims)  # the matrices' axes should end here
-        if d.offset_dims[-2:] != (last - 2, last - 1):
-            return NotImplemented
-        if not filling or not (fill_value is None or np.isnan(fill_value)):
-            return NotImplemented  # `batch_axes` does everything except filling
-        return _gather_matrices(primitive, w, indices, d, slice_sizes, common)
+        # `batch_axes` does everything except filling
+        with_nan = filling and (fill_value is None or np.isnan(fill_value))
+        in_order = d.offset_dims[-2:] == (last - 2, last - 1)
+        return gather.matrices() if with_nan and in_order else NotImplemented
 
     grouped = w._grouped_axis
     picked = grouped in d.start_index_map
@@ -241,101 +230,88 @@ def gather_from_matrix(
         not picked and grouped in gone
     ):
         return NotImplemented
-    w, indices = w.with_row_scales(), as_index(indices)
-    take = _stored_gather(primitive, w, d, slice_sizes, common)
-    out = (_elements_of_rows if picked else _whole_rows)(w, indices, d, take)
+    gather = gather._replace(w=w.with_row_scales())
+    out = gather.elements() if picked else gather.rows()
     if w.axis == -2 and not core & gone:
         out = jnp.swapaxes(out, d.offset_dims[-1], d.offset_dims[-2])
     if not filling:
         return out
-    inside = jnp.expand_dims(_in_bounds(w, indices, d, slice_sizes), d.offset_dims)
-    return jnp.where(
-        inside, out, jnp.asarray(jnp.nan if fill_value is None else fill_value, w.dtype)
-    )
+    fill = jnp.asarray(jnp.nan if fill_value is None else fill_value, w.dtype)
+    return jnp.where(jnp.expand_dims(gather.is_inside(), d.offset_dims), out, fill)
 
 
-def _gather_matrices(
-    primitive: Primitive,
-    w: QuantizedMatrix,
-    indices: jax.Array,
-    d: EqnParam,
-    sizes: Any,
-    common: Any,
-) -> QuantizedMatrix:
-    """Gathers whole matrices of a batch; a matrix that is out of bounds gets scales of NaN."""
+class _Gather(NamedTuple):
+    """A gather from the leaves of a matrix.
 
-    def take(leaf: jax.Array, **options: Any) -> jax.Array:
-        own = (*sizes[:-2], *leaf.shape[-2:])
-        options = {**common, **options}
-        return primitive.bind(leaf, indices, dimension_numbers=d, slice_sizes=own, **options)
-
-    # NaN scales would be enough, but the gradient of a clamped offset would go to the last matrix.
-    filled = dict(mode=_Modes.FILL_OR_DROP, fill_value=np.nan)
-    scale = take(w.scale, **filled)
-    offset = None if w.offset is None else take(w.offset, **filled)
-    return w._replace(codes=take(w.codes), scale=scale, offset=offset)
-
-
-def _in_bounds(
-    w: QuantizedMatrix, indices: jax.Array, d: EqnParam, sizes: Sequence[int]
-) -> jax.Array:
-    """Whether the slice at each index vector is within the operand."""
-    indices = as_index(indices)  # a length need not fit into 8 bits
-    inside = [
-        (indices[..., i] >= 0) & (indices[..., i] <= w.shape[axis] - sizes[axis])
-        for i, axis in enumerate(d.start_index_map)
-    ]
-    return jnp.all(jnp.stack(inside, axis=-1), axis=-1)
-
-
-def _stored_gather(
-    primitive: Primitive,
-    w: QuantizedMatrix,
-    d: EqnParam,
-    sizes: Sequence[int],
-    common: dict[str, Any],
-) -> Callable[..., jax.Array]:
-    """Makes the function `take(leaf, indices, last)`: a gather from the matrix, applied to its leaves.
-
-    Its slices have the length `last` along the last axis of a leaf. The result has the axes of the
-    logical gather; if both axes of the matrix are kept, they are in storage order.
+    Attributes:
+      w: the matrix; with scales for each row, except for `matrices`.
+      indices: the indices.
+      numbers: the dimension numbers of the gather from the dense matrix.
+      sizes: the sizes of its slices.
+      run: the primitive, with its other parameters; it does not fill.
     """
-    numbers = with_renamed_axes(d, {w._row_axis: w.ndim - 2, w._grouped_axis: w.ndim - 1})
 
-    def take(leaf: jax.Array, indices: jax.Array, last: int, **options: Any) -> jax.Array:
-        own = (*sizes[:-2], sizes[w._row_axis], last)
-        options = common | dict(dimension_numbers=numbers, slice_sizes=own) | options
-        return primitive.bind(leaf, indices, **options)
+    w: QuantizedMatrix
+    indices: jax.Array
+    numbers: Any
+    sizes: Sequence[int]
+    run: Callable[..., jax.Array]
 
-    return take
+    def is_inside(self) -> jax.Array:
+        """Whether the slice at each index vector is within the matrix."""
+        inside = [
+            (self.indices[..., i] >= 0)
+            & (self.indices[..., i] <= self.w.shape[axis] - self.sizes[axis])
+            for i, axis in enumerate(self.numbers.start_index_map)
+        ]
+        return jnp.all(jnp.stack(inside, axis=-1), axis=-1)
 
+    def matrices(self) -> QuantizedMatrix:
+        """Gathers whole matrices of a batch; a matrix that is out of bounds gets scales of NaN."""
 
-def _whole_rows(
-    w: QuantizedMatrix, indices: jax.Array, d: EqnParam, take: Callable[..., jax.Array]
-) -> jax.Array:
-    """Gathers whole rows along the grouped axis, at positions of other axes."""
-    at = d.offset_dims[-1]
+        def take(leaf: jax.Array, **options: Any) -> jax.Array:
+            own = (*self.sizes[:-2], *leaf.shape[-2:])
+            options |= dict(dimension_numbers=self.numbers, slice_sizes=own)
+            return self.run(leaf, self.indices, **options)
 
-    def rows(leaf: jax.Array) -> jax.Array:
-        found = take(leaf, indices, leaf.shape[-1])
-        return jnp.moveaxis(found, at, -1)[None]  # (a single row is a matrix of one)
+        # NaN scales would be enough, but the gradient of a clamped offset would go to the last matrix.
+        filled = functools.partial(take, mode=_Modes.FILL_OR_DROP, fill_value=np.nan)
+        return self.w.map_scales(filled)._replace(codes=take(self.w.codes))
 
-    leaves = jax.tree.map(rows, w)
-    values = formats.dequantize(leaves.codes, leaves.scale, leaves.offset, w._format)[0]
-    values = values[..., : values.shape[-1] - w.padding]
-    return jnp.moveaxis(w.rounded(values), -1, at)
+    def _take(self, leaf: jax.Array, indices: jax.Array, last: int, **options: Any) -> jax.Array:
+        """Applies the gather to a leaf; slices have the length `last` along the leaf's last axis.
 
+        The result has the axes of the gather from the dense matrix; if both axes of the matrix are
+        kept, they are in storage order.
+        """
+        w = self.w
+        own = (*self.sizes[:-2], self.sizes[w._row_axis], last)
+        stored = {w._row_axis: w.ndim - 2, w._grouped_axis: w.ndim - 1}
+        numbers = with_renamed_axes(self.numbers, stored)
+        return self.run(leaf, indices, dimension_numbers=numbers, slice_sizes=own, **options)
 
-def _elements_of_rows(
-    w: QuantizedMatrix, indices: jax.Array, d: EqnParam, take: Callable[..., jax.Array]
-) -> jax.Array:
-    """Gathers elements at single positions of the grouped axis."""
-    column = d.start_index_map.index(w._grouped_axis)
+    def rows(self) -> jax.Array:
+        """Gathers whole rows along the grouped axis, at positions of other axes."""
+        at = self.numbers.offset_dims[-1]
 
-    def take_one(leaf: jax.Array, index: jax.Array) -> jax.Array:
-        # Sorted or unique indices need not stay so as positions of bytes and groups.
-        loose = dict(indices_are_sorted=False, unique_indices=False)
-        return take(leaf, indices.at[..., column].set(index), 1, **loose)
+        def of_leaf(leaf: jax.Array) -> jax.Array:
+            found = self._take(leaf, self.indices, leaf.shape[-1])
+            return jnp.moveaxis(found, at, -1)[None]  # (a single row is a matrix of one)
 
-    ids = jnp.clip(indices[..., column], 0, w.shape[w.axis] - 1)
-    return _elements(w, ids, take_one, lambda x: jnp.expand_dims(x, d.offset_dims))
+        w = jax.tree.map(of_leaf, self.w)
+        values = formats.dequantize(w.codes, w.scale, w.offset, w._format)[0]
+        values = values[..., : values.shape[-1] - w.padding]
+        return jnp.moveaxis(w.rounded(values), -1, at)
+
+    def elements(self) -> jax.Array:
+        """Gathers elements at single positions of the grouped axis."""
+        column = self.numbers.start_index_map.index(self.w._grouped_axis)
+
+        def take(leaf: jax.Array, index: jax.Array) -> jax.Array:
+            # Sorted or unique indices need not stay so as positions of bytes and groups.
+            loose = dict(indices_are_sorted=False, unique_indices=False)
+            return self._take(leaf, self.indices.at[..., column].set(index), 1, **loose)
+
+        ids = jnp.clip(self.indices[..., column], 0, self.w.shape[self.w.axis] - 1)
+        offsets = self.numbers.offset_dims
+        return _elements(self.w, ids, take, lambda x: jnp.expand_dims(x, offsets))

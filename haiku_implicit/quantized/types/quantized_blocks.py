@@ -111,7 +111,7 @@ def _encoded(rows: jax.Array, fmt: formats.Format) -> tuple[jax.Array, jax.Array
 
 def _lowest(fmt: formats.Format) -> float:
     """The value of the code for a root of zero: integer codes count from the lowest."""
-    return fmt.lowest if not fmt.is_float and fmt.table is None else 0.0
+    return fmt.lowest if fmt.is_integer else 0.0
 
 
 def _least_positive(fmt: formats.Format) -> float:

@@ -6,7 +6,7 @@ A write quantizes only the written vectors.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -43,31 +43,20 @@ class QuantizedCache(QuantizedMatrix, core_ndim=2, may_be_wrapped=False):
 
 @primitive_handler("dynamic_update_slice")
 def write_slice(
-    primitive: Primitive, w: QuantizedCache, new: jax.Array, *starts: jax.Array
+    primitive: Primitive,
+    w: QuantizedCache,
+    new: jax.Array | QuantizedMatrix,
+    *starts: jax.Array,
 ) -> Result:
-    """Writes whole vectors at a position, and quantizes only these."""
+    """Writes whole vectors at a position: quantizes them, or copies codes of the same kind."""
     if not new.size:  # a prompt of no tokens, say
         return w
     if not _takes_vectors(w) or new.shape[-1] != w.shape[-1] or new.ndim < 2:
         return NotImplemented
-    return _write_slice(primitive, w, w.like(new.astype(w.dtype)), starts)
-
-
-@primitive_handler("dynamic_update_slice")
-def write_quantized_slice(
-    primitive: Primitive, w: QuantizedCache, new: QuantizedMatrix, *starts: jax.Array
-) -> Result:
-    """Writes vectors that are quantized in the same way: their codes are copied."""
-    if not (_takes_vectors(w) and _takes_vectors(new) and _alike(w, new)):
+    if not isinstance(new, QuantizedMatrix):
+        new = w.like(new.astype(w.dtype))
+    elif not _takes_vectors(new) or _kind(w) != _kind(new):
         return NotImplemented
-    if new.shape[-1] != w.shape[-1]:
-        return NotImplemented
-    return _write_slice(primitive, w, new, starts)
-
-
-def _write_slice(
-    primitive: Primitive, w: QuantizedCache, new: QuantizedMatrix, starts: Sequence[jax.Array]
-) -> QuantizedCache:
     starts = (*starts[:-1], jnp.zeros_like(starts[-1]))
     return _write(w, new, lambda leaf, update: primitive.bind(leaf, update, *starts))
 
@@ -128,12 +117,10 @@ def _write(
     )
 
 
-def _alike(w: QuantizedCache, new: QuantizedMatrix) -> bool:
-    same = (w.format, w.axis, w.padding, w.num_groups, w.dtype, new.rounded_to) == (
-        new.format, new.axis, new.padding, new.num_groups, new.dtype, None
-    )  # fmt: skip
-    leaves = jax.tree.leaves(w), jax.tree.leaves(new)
-    return same and [x.dtype for x in leaves[0]] == [x.dtype for x in leaves[1]]
+def _kind(w: QuantizedMatrix) -> tuple[Any, ...]:
+    """A key that is equal for matrices whose codes and scales mean the same."""
+    dtypes = (leaf.dtype for leaf in jax.tree.leaves(w))
+    return w.format, w.axis, w.padding, w.num_groups, w.dtype, *dtypes
 
 
 def _last_writes(

@@ -13,8 +13,8 @@ from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.products.bilinear import Product, product_of
-from haiku_implicit.quantized.products.config import ProductConfig
 from haiku_implicit.quantized.products.product import quantized_product
+from haiku_implicit.quantized.products.rules import ProductConfig
 
 
 class RuledWeight(Wrapper, core_ndim=2):
@@ -86,17 +86,22 @@ def _multiply(
 @primitive_handler(
     [
         "transpose", "reshape", "broadcast_in_dim", "squeeze", "rev", "slice", "dynamic_slice",
-        "split", "neg", "convert_element_type",
+        "split", "neg", "convert_element_type", "gather",
     ]
 )  # fmt: skip
 def rearrange(
     primitive: Primitive, w: RuledWeight, *others: jax.Array, **params: EqnParam
 ) -> Result:
-    """Rearranges the wrapped weight, which is still a weight for the product that follows."""
+    """Rearranges the wrapped weight, which is still a weight for the product that follows.
+
+    Rows that an embedding looks up are dense, and not rounded by the rules.
+    """
     out = on_batch_axes(primitive, w, *others, **params)
     if out is not NotImplemented:  # each matrix has its own keys and statistics
         return out
     out = default_handler(primitive, w.wrapped, *others, **params)
+    if primitive is jax.lax.gather_p and not is_implicit(out):
+        return out
     return jax.tree.map(w.with_weight, out, is_leaf=is_implicit)
 
 
@@ -108,13 +113,3 @@ def rescale(primitive: Primitive, w: RuledWeight, x: jax.Array, **params: EqnPar
     """
     is_factor = x.ndim == 0 or any(i < j for i, j in zip(x.shape, w.shape, strict=True))
     return rearrange(primitive, w, x, **params) if is_factor else NotImplemented
-
-
-@primitive_handler("gather")
-def look_up(primitive: Primitive, w: RuledWeight, indices: jax.Array, **params: EqnParam) -> Result:
-    """Looks up rows, dense and not rounded by the rules, or whole matrices of a batch as weights."""
-    out = on_batch_axes(primitive, w, indices, **params)
-    if out is NotImplemented:
-        out = default_handler(primitive, w.wrapped, indices, **params)
-        out = w.with_weight(out) if is_implicit(out) else out
-    return out

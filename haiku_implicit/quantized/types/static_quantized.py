@@ -16,9 +16,9 @@ from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.activation_stats import QuantStats
 from haiku_implicit.quantized.products.bilinear import Product
-from haiku_implicit.quantized.products.config import ProductConfig
 from haiku_implicit.quantized.products.product import config_by_activation
-from haiku_implicit.quantized.types.converted import ConvertedMatrix, check_part
+from haiku_implicit.quantized.products.rules import ProductConfig
+from haiku_implicit.quantized.types.converted import ConvertedMatrix, check_change
 from haiku_implicit.quantized.types.ruled import RuledWeight
 
 
@@ -95,10 +95,7 @@ class StaticQuantized(RuledWeight):
         """The stored weight, a `QuantizedMatrix`."""
         return jax.tree.unflatten(self.kind, self.parts)
 
-    @property
-    def wrapped(self) -> QuantizedMatrix:
-        """The stored weight, as for other types around one array."""
-        return self.weight
+    wrapped = weight  # as for other types around one array
 
     def with_weight(self, weight: Array) -> Array:
         """Puts a rearranged quantized matrix in this type; the first of several ranges serves all."""
@@ -138,7 +135,7 @@ def check_batch_axes(
     """Warns for the stored weight, which the rules of batch axes do not see."""
     weight = w.weight
     if isinstance(weight, ConvertedMatrix):
-        check_part(primitive, weight, *others, **params)
+        check_change(primitive, weight, *others, **params)
     return NotImplemented
 
 

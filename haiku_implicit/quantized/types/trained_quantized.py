@@ -12,8 +12,7 @@ from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.quantized.products import by_rule
 from haiku_implicit.quantized.products.bilinear import Product
-from haiku_implicit.quantized.products.config import ProductConfig
-from haiku_implicit.quantized.products.rules import QuantRule
+from haiku_implicit.quantized.products.rules import ProductConfig, QuantRule
 from haiku_implicit.quantized.types.ruled import RuledWeight, rescale
 
 
