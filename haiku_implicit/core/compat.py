@@ -61,39 +61,28 @@ def auto_mesh(sizes: Iterable[int], names: Iterable[str]) -> jax.sharding.Abstra
     return jax.sharding.AbstractMesh(sizes, names, axis_types=axis_types)
 
 
-def _find_shard_map() -> Primitive:
+def _mapped(fun: Any, specs: tuple[Any, ...], out: Any, check_vma: bool = True) -> Any:
+    """The `shard_map` equation of a function of arrays `[1]`, from specs of operands and result."""
     mesh = auto_mesh([1], ["i"])
-    spec = jax.sharding.PartitionSpec()
-    wrapped = jax.shard_map(lambda x: x, mesh=mesh, in_specs=(spec,), out_specs=spec)
-    return _primitive_of(wrapped, jax.ShapeDtypeStruct((), jnp.float32))
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+    return jax.make_jaxpr(mapped)(*[jax.ShapeDtypeStruct((1,), jnp.float32)] * len(specs)).eqns[-1]
+
+
+_WHOLE, _SPLIT = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("i")
 
 
 def _find_pvary() -> list[Primitive]:
     """Finds the primitive that marks a value as varying over a mesh axis, if this JAX has one."""
-    mesh = auto_mesh([1], ["i"])
-    spec = jax.sharding.PartitionSpec
-    wrapped = jax.shard_map(
-        lambda x, y: x * y, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec("i")
-    )
-    one = jax.ShapeDtypeStruct((1,), jnp.float32)
-    inner = jax.make_jaxpr(wrapped)(one, one).eqns[-1].params["jaxpr"]
-    return [e.primitive for e in inner.eqns if e.primitive is not jax.lax.mul_p]
+    eqns = _mapped(lambda x, y: x * y, (_WHOLE, _SPLIT), _SPLIT).params["jaxpr"].eqns
+    return [e.primitive for e in eqns if e.primitive is not jax.lax.mul_p]
 
 
 def _find_sums() -> list[Primitive]:
     """Finds the sums over a mesh axis: `psum`, with and without `check_vma`, and `psum_scatter`."""
-    spec = jax.sharding.PartitionSpec
-    one = jax.ShapeDtypeStruct((1,), jnp.float32)
     found = []
     for fun, check in ((jax.lax.psum, True), (jax.lax.psum, False), (jax.lax.psum_scatter, False)):
-        mapped = jax.shard_map(
-            lambda x, fun=fun: fun(x, "i"),
-            mesh=auto_mesh([1], ["i"]),
-            in_specs=spec("i"),
-            out_specs=spec(),
-            check_vma=check,
-        )
-        found.append(jax.make_jaxpr(mapped)(one).eqns[-1].params["jaxpr"].eqns[-1].primitive)
+        eqn = _mapped(lambda x, fun=fun: fun(x, "i"), (_SPLIT,), _WHOLE, check)
+        found.append(eqn.params["jaxpr"].eqns[-1].primitive)
     return list(dict.fromkeys(found))
 
 
@@ -133,7 +122,7 @@ def _find_check_effect() -> type:
 CheckEffect = _find_check_effect()
 
 remat_p = _primitive_of(jax.checkpoint(lambda x: x * 2), _SCALAR)
-shard_map_p = _find_shard_map()
+shard_map_p = _mapped(lambda x: x, (_WHOLE,), _WHOLE).primitive
 ragged_dot_general_p = _primitive_of(
     jax.lax.ragged_dot,
     jax.ShapeDtypeStruct((1, 1), jnp.float32),
