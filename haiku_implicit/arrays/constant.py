@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.extend.core import primitives as jex
 
 from haiku_implicit.arrays import exact
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit, short
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.dispatch import named, primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler, densify
 from haiku_implicit.core.literals import at_trace_time
@@ -221,12 +220,6 @@ def _spread(operands: Sequence[Array]) -> list[Array]:
         compat.vary_like(x.materialize(), others) if isinstance(x, SymbolicConstant) else x
         for x in operands
     ]
-
-
-def named(names: str) -> list[Primitive]:
-    """The primitives with these names, separated by spaces, that the installed JAX has."""
-    found = (getattr(jax.lax, f"{n}_p", getattr(jex, f"{n}_p", None)) for n in names.split())
-    return [p for p in found if p is not None]
 
 
 # --- elementwise ---------------------------------------------------------------------------------

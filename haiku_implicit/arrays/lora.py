@@ -39,7 +39,7 @@ Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
 
 
 @dataclasses.dataclass(init=False)
-class LoRA(Adapter):
+class LoRA(Adapter, linear_in=("w", "a")):
     """The weight `w + (alpha / rank) * a @ b`, with trained `a` and `b` and frozen `w`.
 
     A product `x @ w` runs as `x @ w + (x @ a) @ b`, without an array of the size of `w`. A
@@ -529,12 +529,6 @@ def add_to_weight(call: BinaryCall, x: jax.Array, w: LoRA) -> Result:
         return NotImplemented
     negative = call.primitive is jax.lax.sub_p and not call.w_first
     return _of_parts(w, call(x, w.w), -w.a if negative else w.a, w.b)
-
-
-@primitive_handler("neg")
-def negate(primitive: Primitive, w: LoRA, **params: EqnParam) -> LoRA:
-    """Computes `-(w + ab)` as `-w + (-a)b`."""
-    return _of_parts(w, primitive.bind(w.w, **params), -w.a, w.b)
 
 
 @primitive_handler(["mul", "div"])

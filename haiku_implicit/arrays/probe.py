@@ -11,7 +11,7 @@ from haiku_implicit.arrays.axes import Axes
 from haiku_implicit.arrays.concatenated import Concatenated
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import ragged_dot_general_p
-from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.dispatch import named, primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.core.wrapper import Wrapper
@@ -182,7 +182,7 @@ def change_with_dense(call: BinaryCall, x: jax.Array, w: Probe) -> Result:
     return w._replace(value=value) if value.shape == w.shape else value
 
 
-@primitive_handler([name for name in ("tile", "unstack") if hasattr(jax.lax, f"{name}_p")])
+@primitive_handler(named("tile unstack"))
 def leave_probe(primitive: Primitive, w: Probe, *others: jax.Array, **params: EqnParam) -> Result:
     """Makes the weight dense: tiles and pieces are not followed."""
     return primitive.bind(w.value, *others, **params)
@@ -215,7 +215,7 @@ def concatenate_probes(primitive: Primitive, *operands: Probe, dimension: int) -
     return Concatenated(operands, dimension - operands[0].ndim)
 
 
-@primitive_handler([name for name in ["stack"] if hasattr(jax.lax, "stack_p")])
+@primitive_handler(named("stack"))
 def stack_probes(primitive: Primitive, *operands: Probe, axis: int) -> Concatenated:
     """Follows each of the stacked weights."""
     parts = []

@@ -9,7 +9,7 @@ Otherwise the rules here leave the case to the type's own rules, or to materiali
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from haiku_implicit.core.array import (
     flatten_one_level,
     num_batch_axes,
 )
-from haiku_implicit.core.dispatch import primitive_handler, rules_for
+from haiku_implicit.core.dispatch import named, primitive_handler, rules_for
 from haiku_implicit.core.sharding import axis_names
 from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Primitive, Result
 
@@ -115,14 +115,10 @@ def _may_grow(x: ImplicitArray) -> bool:
     return core is not None and num_batch_axes(x) == x.ndim - core
 
 
-def _existing(names: str) -> Iterator[str]:
-    return (name for name in names.split() if hasattr(jax.lax, f"{name}_p"))
-
-
 # --- one array -----------------------------------------------------------------------------------
 
 
-@primitive_handler(_existing("slice dynamic_slice transpose tile"))
+@primitive_handler(named("slice dynamic_slice transpose tile"))
 def change_batch_axes(
     primitive: Primitive, x: ImplicitArray, *starts: jax.Array, **params: EqnParam
 ) -> Result:
@@ -155,7 +151,7 @@ def _for_leaf(starts: Sequence[jax.Array], n: int, leaf: Array) -> list[jax.Arra
     return [*starts[:n], *[jnp.zeros_like(x) for x in starts[:1]] * (np.ndim(leaf) - n)]
 
 
-@primitive_handler(_existing("squeeze rev split unstack"))
+@primitive_handler(named("squeeze rev split unstack"))
 def act_along_batch_axes(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
     """Drops or reverses batch axes, or splits along one into several arrays."""
     axes = params["dimensions"] if "dimensions" in params else (params["axis"],)
@@ -201,18 +197,14 @@ def with_renamed_axes(numbers: EqnParam, new: Mapping[int, int]) -> Any:
 
     The order of the axes of slices in the result does not change.
     """
-    collapsed, indexed, batching = (
-        tuple(new.get(i, i) for i in axes)
-        for axes in (
-            numbers.collapsed_slice_dims,
-            numbers.start_index_map,
-            numbers.operand_batching_dims,
-        )
-    )
+
+    def renamed(axes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(new.get(i, i) for i in axes)
+
     return numbers._replace(
-        collapsed_slice_dims=tuple(sorted(collapsed)),
-        start_index_map=indexed,
-        operand_batching_dims=batching,
+        collapsed_slice_dims=tuple(sorted(renamed(numbers.collapsed_slice_dims))),
+        start_index_map=renamed(numbers.start_index_map),
+        operand_batching_dims=renamed(numbers.operand_batching_dims),
     )
 
 
@@ -316,7 +308,7 @@ def concatenate_batch(primitive: Primitive, *operands: ImplicitArray, dimension:
     return _leafwise(primitive, operands, on_leaves, out)
 
 
-@primitive_handler(_existing("stack"))
+@primitive_handler(named("stack"))
 def stack_batch(
     primitive: Primitive, *operands: ImplicitArray, axis: int, **params: EqnParam
 ) -> Result:

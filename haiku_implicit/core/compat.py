@@ -280,8 +280,9 @@ def is_same_split(sharding: Sharding, other: Any, ndim: int) -> bool:
     JAX calls the same private method on the results of partitioning rules. The public methods also
     compare devices.
     """
-    if sharding.is_fully_replicated or other.is_fully_replicated:
-        return bool(sharding.is_fully_replicated and other.is_fully_replicated)
+    whole = sharding.is_fully_replicated, other.is_fully_replicated
+    if any(whole):
+        return all(whole)
     return bool(sharding._to_xla_hlo_sharding(ndim) == other._to_xla_hlo_sharding(ndim))
 
 

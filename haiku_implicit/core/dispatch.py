@@ -127,19 +127,31 @@ def _as_primitive(primitive: Primitive | str) -> Primitive:
         return primitive
     if not isinstance(primitive, str):
         raise TypeError(f"primitives: expected primitives or their names, got {primitive!r}")
-    name = primitive.removesuffix("_p")
-    for found in (
-        getattr(jax.lax, f"{name}_p", None),
-        getattr(jex_primitives, f"{name}_p", None),
-        {"remat": compat.remat_p, "checkpoint": compat.remat_p}.get(name),
-        {"shard_map": compat.shard_map_p, "pjit": jex_primitives.jit_p}.get(name),
-    ):
-        if isinstance(found, Primitive):
-            return found
+    if found := _find(primitive.removesuffix("_p")):
+        return found
     raise ValueError(
         f"primitives: no primitive is called {primitive!r} in jax.lax or "
         "jax.extend.core.primitives; pass the primitive object itself"
     )
+
+
+_NOT_IN_LAX = {
+    "remat": compat.remat_p,
+    "checkpoint": compat.remat_p,
+    "shard_map": compat.shard_map_p,
+    "pjit": jex_primitives.jit_p,
+}
+
+
+def _find(name: str) -> Primitive | None:
+    places = (getattr(place, f"{name}_p", None) for place in (jax.lax, jex_primitives))
+    found = (*places, _NOT_IN_LAX.get(name))
+    return next((p for p in found if isinstance(p, Primitive)), None)
+
+
+def named(names: str) -> list[Primitive]:
+    """The primitives with these names, separated by spaces, that the installed JAX has."""
+    return [p for p in map(_find, names.split()) if p is not None]
 
 
 def rules() -> dict[Primitive, tuple[plum.Method, ...]]:

@@ -308,9 +308,10 @@ def _materialized(x: Array) -> jax.Array:
     with jax.numpy_dtype_promotion("standard"):
         if is_nested(x):
             leaves, treedef = flatten_one_level(x)
-            rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
             with events.recording():  # `x` is reported as a whole, without its parts
-                out = call_interpreted(lambda *leaves: rebuild(leaves).materialize(), leaves)
+                out = call_interpreted(
+                    lambda *leaves: treedef.unflatten(leaves).materialize(), leaves
+                )
         else:
             out = x.materialize()
     if is_implicit(out):  # an implicit child, returned unchanged
