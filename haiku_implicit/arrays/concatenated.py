@@ -220,18 +220,12 @@ def reshape_parts(primitive: Primitive, w: Concatenated, **params: EqnParam) -> 
 
 
 @primitive_handler("slice")
-def slice_parts(
-    primitive: Primitive,
-    w: Concatenated,
-    *,
-    start_indices: tuple[int, ...],
-    limit_indices: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-) -> Result:
+def slice_parts(primitive: Primitive, w: Concatenated, **params: EqnParam) -> Result:
     """Slices each part that the slice overlaps."""
+    strides = params["strides"]
     if strides is not None and strides[w.place] != 1:
         return NotImplemented
-    return _between(w, start_indices, limit_indices, strides)
+    return _between(w, params["start_indices"], params["limit_indices"], strides)
 
 
 @primitive_handler("split")

@@ -551,10 +551,6 @@ def cast_fields(primitive: Primitive, w: LoRA, *, new_dtype: DType, **params: Eq
     if not jnp.issubdtype(new_dtype, np.floating) or not jnp.issubdtype(w.dtype, np.floating):
         return NotImplemented
     cast = primitive.bind(w.w, new_dtype=new_dtype, **params)
-    a, b = (x.astype(_wider(x.dtype, new_dtype)) for x in (w.a, w.b))
+    size = np.dtype(new_dtype).itemsize
+    a, b = (x if x.dtype.itemsize > size else x.astype(new_dtype) for x in (w.a, w.b))
     return _of_parts(w, cast, a, b)
-
-
-def _wider(old: DType, new: DType) -> DType:
-    """The wider of two dtypes; the new one if they are equally wide."""
-    return old if np.dtype(old).itemsize > np.dtype(new).itemsize else new

@@ -294,18 +294,11 @@ def _opened(w: ImplicitArray) -> tuple[Array, Axes | None]:
 
 
 @primitive_handler("slice")
-def slice_view(
-    primitive: Primitive,
-    w: MatrixView,
-    *,
-    start_indices: tuple[int, ...],
-    limit_indices: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-) -> Result:
+def slice_view(primitive: Primitive, w: MatrixView, **params: EqnParam) -> Result:
     """Slices axes, if each part is a contiguous part of the rows or columns."""
-    if strides is not None and any(n != 1 for n in strides):
+    if any(n != 1 for n in params["strides"] or ()):
         return NotImplemented
-    return _part(w, start_indices, limit_indices)
+    return _part(w, params["start_indices"], params["limit_indices"])
 
 
 @primitive_handler("split")

@@ -189,20 +189,14 @@ def leave_probe(primitive: Primitive, w: Probe, *others: jax.Array, **params: Eq
 
 
 @primitive_handler("gather")
-def choose_probe(
-    primitive: Primitive,
-    w: Probe,
-    indices: jax.Array,
-    *,
-    slice_sizes: tuple[int, ...],
-    **params: EqnParam,
-) -> Result:
+def choose_probe(primitive: Primitive, w: Probe, indices: jax.Array, **params: EqnParam) -> Result:
     """Follows matrices that are looked up in a batch: they have the same axes."""
-    value = primitive.bind(w.value, indices, slice_sizes=slice_sizes, **params)
+    value = primitive.bind(w.value, indices, **params)
+    sizes = params["slice_sizes"]
     numbers = params["dimension_numbers"]
     batch = value.ndim - len(numbers.offset_dims)
     kept = [i for i in range(w.ndim) if i not in numbers.collapsed_slice_dims]
-    whole = all(slice_sizes[i] == w.shape[i] for i in kept)
+    whole = all(sizes[i] == w.shape[i] for i in kept)
     if not whole or numbers.operand_batching_dims or min(numbers.offset_dims, default=0) < batch:
         return value
     looked_up = tuple(((n, 1, CHOSEN),) if n > 1 else () for n in value.shape[:batch])

@@ -314,28 +314,22 @@ def struct(
 
 
 def pallas_load(ref: Any, index: Any, mask: Any) -> jax.Array:
-    """Reads a reference at this index in a Pallas kernel, with zeros where `mask` is False.
-
-    Before JAX 0.8, `load` and `store` are functions of `pallas` itself.
-    """
-    # Imported here, as Pallas takes longer to import than this library.
-    from jax.experimental import pallas
-    from jax.experimental.pallas import triton
-
-    options: dict[str, Any] = {} if mask is None else {"mask": mask, "other": 0}
-    if hasattr(triton, "load"):
-        return triton.load(ref.at[index], **options)
-    load: Any = getattr(pallas, "load")  # noqa: B009
-    return load(ref, index, **options)
+    """Reads a reference at this index in a Pallas kernel, with zeros where `mask` is False."""
+    options = {} if mask is None else dict(mask=mask, other=0)
+    return _pallas_access("load", ref, index, **options)
 
 
 def pallas_store(ref: Any, index: Any, value: jax.Array, mask: Any) -> None:
     """Writes to a reference at this index in a Pallas kernel, except where `mask` is False."""
+    _pallas_access("store", ref, index, value, mask=mask)
+
+
+def _pallas_access(name: str, ref: Any, index: Any, *values: jax.Array, **options: Any) -> Any:
+    """Calls `load` or `store`, which are functions of `pallas` itself before JAX 0.8."""
+    # Imported here, as Pallas takes longer to import than this library.
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 
-    if hasattr(triton, "store"):
-        triton.store(ref.at[index], value, mask=mask)
-    else:
-        store: Any = getattr(pallas, "store")  # noqa: B009
-        store(ref, index, value, mask=mask)
+    if hasattr(triton, name):
+        return getattr(triton, name)(ref.at[index], *values, **options)
+    return getattr(pallas, name)(ref, index, *values, **options)

@@ -171,7 +171,8 @@ def rules_for(
     """
     straight = tuple(range(len(types)))
     orders = [straight]
-    if primitive in COMMUTATIVE and len(types) == 2 and _may_swap(types):
+    may_swap = all(t.commute_ops for t in types if issubclass(t, ImplicitArray))
+    if primitive in COMMUTATIVE and len(types) == 2 and may_swap:
         first_is_dense = not issubclass(types[0], ImplicitArray)
         orders = [(1, 0), straight] if first_is_dense else [straight, (1, 0)]
     found = []
@@ -179,10 +180,6 @@ def rules_for(
         target = plum.Signature(*(types[i] for i in order))
         found += [(rule, order) for rule in _most_specific_first(primitive, target)]
     return tuple(found)
-
-
-def _may_swap(types: tuple[type, ...]) -> bool:
-    return all(t.commute_ops for t in types if issubclass(t, ImplicitArray))
 
 
 def _most_specific_first(primitive: Primitive, target: plum.Signature) -> list[Rule]:

@@ -102,17 +102,13 @@ def _interpreter_of(
     def run(consts: list[Array], operands: list[Array]) -> tuple[list[Array], Carried]:
         known = [y if x is None else x.value for x, y in zip(literals, operands, strict=True)]
         with events.recording() as log:
-            out = interpret(_there(own), consts, known)
+            jaxpr = own()
+            assert jaxpr is not None, "a jaxpr is interpreted while an equation holds it"
+            out = interpret(jaxpr, consts, known)
             out = out if transform is None else transform(out)
         return out, Carried(tuple(log))
 
     return run
-
-
-def _there(reference: "weakref.ref[Jaxpr]") -> Jaxpr:
-    jaxpr = reference()
-    assert jaxpr is not None, "a jaxpr is interpreted while an equation holds it"
-    return jaxpr
 
 
 # --- primitives ----------------------------------------------------------------------------------

@@ -98,9 +98,7 @@ def apply(primitive: Primitive, operands: Sequence[Array], params: EqnParams) ->
         if out is not NotImplemented:
             return list(out) if primitive.multiple_results else [out]
     if primitive in HIGHER_ORDER:
-        out = HIGHER_ORDER[primitive](list(operands), params)
-        if out is not NotImplemented:
-            return out
+        return HIGHER_ORDER[primitive](list(operands), params)
     if any(is_implicit(x) and has_equivalent(type(x)) for x in operands):
         out = _call_rule(_on_equivalents, primitive, list(operands), params)
         if out is not NotImplemented:
