@@ -281,8 +281,14 @@ def dot_with_lora(call: BinaryCall, x: jax.Array, w: LoRA) -> Result:
     """Computes `x · (w + ab)` as `x · w + (x · a) · b`, and `(w + ab) · x` as `w · x + a · (b · x)`."""
     if not _goes_through_rank(w, call.contracted[1]):
         return _with_sum(call.primitive, call.ordered(x, w), call.params)
-    low = _dot_delta(call, x, w)
-    if low is NotImplemented:
+    found = _operands_and_options(x, w, call.params)
+    if found is None:
+        return NotImplemented
+    if sorted(call.batch[1]) == list(range(w.ndim - 2)) and len(call.contracted[1]) == 1:
+        low = _dot_through_rank(call, *found, w)
+    elif call.params.get("out_sharding") is None:
+        low = _einsum_delta(call, *found, w)
+    else:
         return NotImplemented
     high = call(x, w.w)
     return high + low.astype(high.dtype)
@@ -307,19 +313,6 @@ def _with_sum(primitive: Primitive, operands: Sequence[Array], params: EqnParams
         return primitive.bind(*summed, **params)
 
     return jax.checkpoint(run)(operands)
-
-
-def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Result:
-    """The product of `x` and the correction, with axes in `dot_general`'s order."""
-    found = _operands_and_options(x, w, call.params)
-    if found is None:
-        return NotImplemented
-    operands, options = found
-    if sorted(call.batch[1]) == list(range(w.ndim - 2)) and len(call.contracted[1]) == 1:
-        return _dot_through_rank(call, operands, w, options)
-    if call.params.get("out_sharding") is not None:
-        return NotImplemented
-    return _einsum_delta(call, operands, w, options)
 
 
 def _operands_and_options(
@@ -348,7 +341,7 @@ def _working_dtype(x: Array, w: LoRA) -> np.dtype:
 
 
 def _dot_through_rank(
-    call: BinaryCall, operands: Factors, w: LoRA, options: dict[str, Any]
+    call: BinaryCall, operands: Factors, options: dict[str, Any], w: LoRA
 ) -> jax.Array:
     """The correction's product as two dots, for one contracted axis and all leading axes batch axes."""
     x, a, b = operands
@@ -376,7 +369,7 @@ def _dot_through_rank(
 
 
 def _einsum_delta(
-    call: BinaryCall, operands: Factors, w: LoRA, options: dict[str, Any]
+    call: BinaryCall, operands: Factors, options: dict[str, Any], w: LoRA
 ) -> jax.Array:
     """The correction's product in any other case: contracts `x`, `a` and `b` in the cheapest order."""
     x, a, b = operands

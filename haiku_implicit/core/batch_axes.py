@@ -82,14 +82,13 @@ def _leafwise(
     split = [flatten_one_level(x) for x in operands]
     treedef = split[0][1]
     leaves = [on_leaf(*xs) for xs in zip(*(own for own, _ in split), strict=True)]
-    explicit = operands[0].__dict__.get("_shape") is not None
-    if not primitive.multiple_results:
-        out = treedef.unflatten(leaves)
-        return out._replace(shape=result().shape) if explicit else out
-    outs = [treedef.unflatten(parts) for parts in zip(*leaves, strict=True)]
-    if not explicit:
-        return outs
-    return [y._replace(shape=s.shape) for y, s in zip(outs, result(), strict=True)]
+    several = primitive.multiple_results
+    parts = zip(*leaves, strict=True) if several else [leaves]
+    outs = [treedef.unflatten(own) for own in parts]
+    if operands[0].__dict__.get("_shape") is not None:
+        structs = result() if several else [result()]
+        outs = [y._replace(shape=s.shape) for y, s in zip(outs, structs, strict=True)]
+    return outs if several else outs[0]
 
 
 def _result(primitive: Primitive, *operands: Array, **params: EqnParam) -> Callable[[], Any]:
