@@ -268,10 +268,7 @@ def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Resul
     chosen = constant_of(which)
     if chosen is not None and 0 <= int(chosen.value) < len(cases):
         return as_result(cases[int(chosen.value)], result_struct(primitive, (which, *cases), {}))
-    same = _same(cases)
-    if same is not None:
-        return reshaped(same, result_struct(primitive, (which, *cases), {}))
-    return fold_elementwise(primitive, which, *cases)
+    return join(primitive, which, *cases, data=slice(1, None))
 
 
 @primitive_handler("bitcast_convert_type")

@@ -366,10 +366,8 @@ def dynamic_slice_view(
 
 
 # The parameters of a gather. Another one, such as a sharding of the result, is not known here.
-_OF_GATHER = {
-    *("dimension_numbers", "slice_sizes", "mode", "fill_value"),
-    *("indices_are_sorted", "unique_indices"),
-}
+_OF_GATHER = {"dimension_numbers", "slice_sizes", "mode", "fill_value"}
+_OF_GATHER |= {"indices_are_sorted", "unique_indices"}
 
 
 @primitive_handler("gather")

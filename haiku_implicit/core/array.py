@@ -26,6 +26,7 @@ from haiku_implicit.core.fields import (
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.typing import Array, Tree, TreeDef
 
+# The keywords of a class, as the docstring of `ImplicitArray` describes them.
 _CLASS_KEYWORDS = ("commute_ops", "warn_on_materialize", "may_be_wrapped", "core_ndim", "linear_in")
 
 
