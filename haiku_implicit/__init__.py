@@ -24,9 +24,8 @@ from haiku_implicit.arrays import (
 from haiku_implicit.arrays.lora_init import EVA, LoftQ
 from haiku_implicit.core import (  # noqa: F401  (register themselves)
     custom_derivatives,
-    device_put,
     higher_order,
-    shard_map,
+    placing,
 )
 from haiku_implicit.core.array import ArrayValue, ImplicitArray
 from haiku_implicit.core.binary import binary_handler

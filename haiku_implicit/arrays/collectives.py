@@ -9,11 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from haiku_implicit.arrays.constant import SymbolicConstant, named, reshaped
+from haiku_implicit.arrays.constant import SymbolicConstant, reshaped
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, num_batch_axes
-from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.dispatch import named, primitive_handler
 from haiku_implicit.core.sharding import is_spec, part_specs
 from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Primitive, Result
 
@@ -28,7 +28,7 @@ def _move(primitive: Primitive, leaf: Array, params: EqnParams) -> Array:
     return primitive.bind(compat.vary_over(leaf, _names(params)), **params)
 
 
-@primitive_handler(["ppermute", *named("pbroadcast")])
+@primitive_handler(named("ppermute pbroadcast"))
 def pass_on(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
     """Sends each device all leaves of another device's array.
 

@@ -14,7 +14,7 @@ from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.dispatch import named, primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import call_interpreted
 from haiku_implicit.core.sharding import is_split
@@ -54,11 +54,12 @@ class Concatenated(ImplicitArray):
 
     def __post_init__(self) -> None:
         shapes = [list(np.shape(x)) for x in self.parts]
-        dtypes = {np.dtype(x.dtype) for x in self.parts}
-        # Shapes without the axis of concatenation.
-        others = {(*shape[: self.axis], *shape[self.axis :][1:]) for shape in shapes}
-        same_rank = len({len(shape) for shape in shapes}) == 1
-        if len(dtypes) != 1 or len(others) != 1 or not same_rank or -self.axis > len(shapes[0]):
+        # Dtypes, and shapes without the axis of concatenation.
+        kinds = {
+            (np.dtype(x.dtype), len(shape), *shape[: self.axis], *shape[self.axis :][1:])
+            for x, shape in zip(self.parts, shapes, strict=True)
+        }
+        if len(kinds) != 1 or -self.axis > len(shapes[0]):
             found = ", ".join(
                 f"{x.dtype.name}{shape}" for x, shape in zip(self.parts, shapes, strict=True)
             )
@@ -134,7 +135,7 @@ def _is_weight(x: Array) -> bool:
     return x.may_be_wrapped and (x.core_ndim or 0) >= 2
 
 
-@primitive_handler([name for name in ["stack"] if hasattr(jax.lax, "stack_p")], precedence=-1)
+@primitive_handler(named("stack"), precedence=-1)
 def stack(primitive: Primitive, *operands: ArrayValue, axis: int) -> Result:
     """Stacks matrices, perhaps with dense arrays, along a new axis."""
     if not all(_is_weight(x) for x in operands if is_implicit(x)):
@@ -219,18 +220,12 @@ def reshape_parts(primitive: Primitive, w: Concatenated, **params: EqnParam) -> 
 
 
 @primitive_handler("slice")
-def slice_parts(
-    primitive: Primitive,
-    w: Concatenated,
-    *,
-    start_indices: tuple[int, ...],
-    limit_indices: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-) -> Result:
+def slice_parts(primitive: Primitive, w: Concatenated, **params: EqnParam) -> Result:
     """Slices each part that the slice overlaps."""
+    strides = params["strides"]
     if strides is not None and strides[w.place] != 1:
         return NotImplemented
-    return _between(w, start_indices, limit_indices, strides)
+    return _between(w, params["start_indices"], params["limit_indices"], strides)
 
 
 @primitive_handler("split")

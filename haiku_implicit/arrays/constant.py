@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.extend.core import primitives as jex
 
 from haiku_implicit.arrays import exact
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ArrayValue, ImplicitArray, is_implicit, short
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.dispatch import named, primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler, densify
 from haiku_implicit.core.literals import at_trace_time
@@ -223,12 +222,6 @@ def _spread(operands: Sequence[Array]) -> list[Array]:
     ]
 
 
-def named(names: str) -> list[Primitive]:
-    """The primitives with these names, separated by spaces, that the installed JAX has."""
-    found = (getattr(jax.lax, f"{n}_p", getattr(jex, f"{n}_p", None)) for n in names.split())
-    return [p for p in found if p is not None]
-
-
 # --- elementwise ---------------------------------------------------------------------------------
 
 UNARY = named(
@@ -275,10 +268,7 @@ def select(primitive: Primitive, which: ArrayValue, *cases: ArrayValue) -> Resul
     chosen = constant_of(which)
     if chosen is not None and 0 <= int(chosen.value) < len(cases):
         return as_result(cases[int(chosen.value)], result_struct(primitive, (which, *cases), {}))
-    same = _same(cases)
-    if same is not None:
-        return reshaped(same, result_struct(primitive, (which, *cases), {}))
-    return fold_elementwise(primitive, which, *cases)
+    return join(primitive, which, *cases, data=slice(1, None))
 
 
 @primitive_handler("bitcast_convert_type")
@@ -309,36 +299,32 @@ def _any_symbolic(lengths: Iterable[Any]) -> bool:
 
 
 @primitive_handler(named("reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"))
-def fold_reduction(
-    primitive: Primitive, x: SymbolicConstant, *, axes: tuple[int, ...], **params: EqnParam
-) -> Result:
+def fold_reduction(primitive: Primitive, x: SymbolicConstant, **params: EqnParam) -> Result:
     """Reduces a constant if it only matters whether the number of elements is zero, odd or even."""
+    axes = params["axes"]
     if _any_symbolic(x.shape[i] for i in axes):
         return NotImplemented
     small = [(2 - n % 2 if n else 0) if i in axes else 1 for i, n in enumerate(x.shape)]
-    return _evaluate(primitive, (x,), [small], dict(params, axes=axes))
+    return _evaluate(primitive, (x,), [small], params)
 
 
 @primitive_handler(named("cumsum cumprod cummax cummin cumlogsumexp"))
-def fold_cumulative(
-    primitive: Primitive, x: SymbolicConstant, *, axis: int, **params: EqnParam
-) -> Result:
+def fold_cumulative(primitive: Primitive, x: SymbolicConstant, **params: EqnParam) -> Result:
     """Accumulates a constant: if the second element equals the first, so do all that follow."""
+    axis = params["axis"]
     if _any_symbolic([x.shape[axis]]):
         return NotImplemented
     small = [2 if i == axis and n > 1 else 1 for i, n in enumerate(x.shape)]
-    return _evaluate(primitive, (x,), [small], dict(params, axis=axis))
+    return _evaluate(primitive, (x,), [small], params)
 
 
 @primitive_handler(["reduce_sum", "reduce_prod"])
-def fold_count(
-    primitive: Primitive, x: SymbolicConstant, *, axes: tuple[int, ...], **params: EqnParam
-) -> Result:
+def fold_count(primitive: Primitive, x: SymbolicConstant, **params: EqnParam) -> Result:
     """Sums a constant to `n * c`, or multiplies its elements to `c ** n`."""
-    n = math.prod(x.shape[i] for i in axes)
+    n = math.prod(x.shape[i] for i in params["axes"])
     if _any_symbolic([n]):
         return NotImplemented
-    out = result_struct(primitive, (x,), dict(params, axes=axes))
+    out = result_struct(primitive, (x,), params)
     if n == 1:
         return _result(x.value, out)
     fold = exact.times if primitive is jax.lax.reduce_sum_p else exact.power
@@ -355,17 +341,12 @@ def _rounded_once(value: Any, out: Array) -> Result:
 
 @primitive_handler("dot_general")
 def fold_dot(
-    primitive: Primitive,
-    x: SymbolicConstant,
-    y: SymbolicConstant,
-    *,
-    dimension_numbers: EqnParam,
-    **params: EqnParam,
+    primitive: Primitive, x: SymbolicConstant, y: SymbolicConstant, **params: EqnParam
 ) -> Result:
     """Computes a product of constants: `k * a * b` for `k` contracted elements."""
-    (contracted, _), _ = dimension_numbers
+    (contracted, _), _ = params["dimension_numbers"]
     k = math.prod(x.shape[i] for i in contracted)
-    out = result_struct(primitive, (x, y), dict(params, dimension_numbers=dimension_numbers))
+    out = result_struct(primitive, (x, y), params)
     a, b = exact.number(x.value), exact.number(y.value)
     unknown = a is None or type(a) is not type(b) or _any_symbolic([k])
     if unknown or isinstance(a, np.complex128):
@@ -416,20 +397,14 @@ def keep_value(
 
 @primitive_handler("gather", precedence=10)
 def gather(
-    primitive: Primitive,
-    x: SymbolicConstant,
-    indices: ArrayValue,
-    *,
-    mode: EqnParam,
-    fill_value: EqnParam,
-    **params: EqnParam,
+    primitive: Primitive, x: SymbolicConstant, indices: ArrayValue, **params: EqnParam
 ) -> Result:
     """Gathers elements, a constant unless elements out of bounds have another fill value."""
-    modes = jax.lax.GatherScatterMode
-    known = modes.from_any(mode) in (modes.CLIP, modes.PROMISE_IN_BOUNDS)
-    if modes.from_any(mode) == modes.FILL_OR_DROP and fill_value is not None:
+    modes, fill_value = jax.lax.GatherScatterMode, params["fill_value"]
+    mode = modes.from_any(params["mode"])
+    known = mode in (modes.CLIP, modes.PROMISE_IN_BOUNDS)
+    if mode == modes.FILL_OR_DROP and fill_value is not None:
         known = np.asarray(fill_value).astype(x.dtype).tobytes() == x.bits
-    params = dict(params, mode=mode, fill_value=fill_value)
     if not known:
         return default_handler(primitive, densify(x, primitive.name), indices, **params)
     return reshaped(x, result_struct(primitive, (x, indices), params))

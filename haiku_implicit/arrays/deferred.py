@@ -23,7 +23,7 @@ from haiku_implicit.core.dispatch import primitive_handler, rules_for
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import is_split
-from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Primitive, Result
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.blocks import BLOCKED_FROM, over_blocks, slices
@@ -81,6 +81,10 @@ class Deferred(Wrapper, core_ndim=2):
             values = getattr(jax.lax, f"{name}_p").bind(values, **dict(params))
         return values
 
+    def followed_by(self, primitive: Primitive, params: EqnParams) -> "Deferred":
+        """This function, followed by a primitive."""
+        return self._replace(steps=(*self.steps, (primitive.name, tuple(params.items()))))
+
 
 # Users' types are not among these: only their rules are known. (Plum needs a typing.Union.)
 Weight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight]  # noqa: UP007
@@ -95,10 +99,7 @@ def defer(primitive: Primitive, w: AnyWeight, **params: EqnParam) -> Result:
     """Defers the elementwise function of a statistic to its reduction."""
     if not w.may_be_wrapped or not jnp.issubdtype(w.dtype, jnp.floating):
         return NotImplemented
-    step = primitive.name, tuple(params.items())
-    if isinstance(w, Deferred):
-        return w._replace(steps=(*w.steps, step))
-    return Deferred(w, (step,))
+    return (w if isinstance(w, Deferred) else Deferred(w)).followed_by(primitive, params)
 
 
 @primitive_handler(["neg", "convert_element_type"])
@@ -107,8 +108,7 @@ def defer_further(primitive: Primitive, w: Deferred, **params: EqnParam) -> Resu
     new = params.get("new_dtype", w.dtype)
     if not jnp.issubdtype(new, jnp.floating) or params.get("sharding") is not None:
         return NotImplemented
-    step = primitive.name, tuple(params.items())
-    return w._replace(steps=(*w.steps, step), dtype=jnp.dtype(new))
+    return w.followed_by(primitive, params)._replace(dtype=jnp.dtype(new))
 
 
 @primitive_handler("mul", precedence=-1)

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit, init_of
+from haiku_implicit.core.batch_axes import cut_fields
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import ragged_dot_general_p
@@ -38,7 +39,7 @@ Factors = tuple[jax.Array, jax.Array, jax.Array]  # `x`, `a` and `b`
 
 
 @dataclasses.dataclass(init=False)
-class LoRA(Adapter):
+class LoRA(Adapter, linear_in=("w", "a")):
     """The weight `w + (alpha / rank) * a @ b`, with trained `a` and `b` and frozen `w`.
 
     A product `x @ w` runs as `x @ w + (x @ a) @ b`, without an array of the size of `w`. A
@@ -280,8 +281,14 @@ def dot_with_lora(call: BinaryCall, x: jax.Array, w: LoRA) -> Result:
     """Computes `x · (w + ab)` as `x · w + (x · a) · b`, and `(w + ab) · x` as `w · x + a · (b · x)`."""
     if not _goes_through_rank(w, call.contracted[1]):
         return _with_sum(call.primitive, call.ordered(x, w), call.params)
-    low = _dot_delta(call, x, w)
-    if low is NotImplemented:
+    found = _operands_and_options(x, w, call.params)
+    if found is None:
+        return NotImplemented
+    if sorted(call.batch[1]) == list(range(w.ndim - 2)) and len(call.contracted[1]) == 1:
+        low = _dot_through_rank(call, *found, w)
+    elif call.params.get("out_sharding") is None:
+        low = _einsum_delta(call, *found, w)
+    else:
         return NotImplemented
     high = call(x, w.w)
     return high + low.astype(high.dtype)
@@ -306,19 +313,6 @@ def _with_sum(primitive: Primitive, operands: Sequence[Array], params: EqnParams
         return primitive.bind(*summed, **params)
 
     return jax.checkpoint(run)(operands)
-
-
-def _dot_delta(call: BinaryCall, x: jax.Array, w: LoRA) -> Result:
-    """The product of `x` and the correction, with axes in `dot_general`'s order."""
-    found = _operands_and_options(x, w, call.params)
-    if found is None:
-        return NotImplemented
-    operands, options = found
-    if sorted(call.batch[1]) == list(range(w.ndim - 2)) and len(call.contracted[1]) == 1:
-        return _dot_through_rank(call, operands, w, options)
-    if call.params.get("out_sharding") is not None:
-        return NotImplemented
-    return _einsum_delta(call, operands, w, options)
 
 
 def _operands_and_options(
@@ -347,7 +341,7 @@ def _working_dtype(x: Array, w: LoRA) -> np.dtype:
 
 
 def _dot_through_rank(
-    call: BinaryCall, operands: Factors, w: LoRA, options: dict[str, Any]
+    call: BinaryCall, operands: Factors, options: dict[str, Any], w: LoRA
 ) -> jax.Array:
     """The correction's product as two dots, for one contracted axis and all leading axes batch axes."""
     x, a, b = operands
@@ -375,7 +369,7 @@ def _dot_through_rank(
 
 
 def _einsum_delta(
-    call: BinaryCall, operands: Factors, w: LoRA, options: dict[str, Any]
+    call: BinaryCall, operands: Factors, options: dict[str, Any], w: LoRA
 ) -> jax.Array:
     """The correction's product in any other case: contracts `x`, `a` and `b` in the cheapest order."""
     x, a, b = operands
@@ -427,43 +421,34 @@ def conv_with_kernel(primitive: Primitive, x: jax.Array, w: LoRA, **params: EqnP
 
 
 @primitive_handler("gather")
-def gather_rows(
-    primitive: Primitive,
-    w: LoRA,
-    ids: jax.Array,
-    *,
-    dimension_numbers: EqnParam,
-    slice_sizes: Sequence[int],
-    fill_value: EqnParam,
-    mode: EqnParam,
-    **params: EqnParam,
-) -> Result:
+def gather_rows(primitive: Primitive, w: LoRA, ids: jax.Array, **params: EqnParam) -> Result:
     """Gathers rows of an embedding table as `w[ids] + a[ids] @ b`, and whole columns likewise.
 
     Leading axes may be batch axes of the gather, or taken whole.
     """
     n, m = w.ndim - 2, w.ndim - 1
-    batched = tuple(dimension_numbers.operand_batching_dims)
-    sliced = {*range(w.ndim)} - {*dimension_numbers.collapsed_slice_dims, *batched}
+    d, sizes = params["dimension_numbers"], params["slice_sizes"]
+    batched = tuple(d.operand_batching_dims)
+    sliced = {*range(w.ndim)} - {*d.collapsed_slice_dims, *batched}
     # The only index of an axis that is taken whole is 0, in every `mode`.
-    whole = [i for i in sliced if slice_sizes[i] == w.shape[i]]
+    whole = [i for i in sliced if sizes[i] == w.shape[i]]
     axis = m if m in whole else n
     if axis not in whole or not set(range(n)) <= {*batched, *whole}:
         return NotImplemented
-    common = dict(dimension_numbers=dimension_numbers, mode=mode, **params)
-    high = primitive.bind(w.w, ids, slice_sizes=slice_sizes, fill_value=fill_value, **common)
-    # Only `high` is filled out of bounds. A factor filled with NaN would put NaN into the other
-    # factor's gradient.
-    fill = 0 if mode == jax.lax.GatherScatterMode.FILL_OR_DROP else fill_value
+    high = primitive.bind(w.w, ids, **params)
     taken, other, rank_axis = (w.a, w.b, n) if axis == m else (w.b, w.a, m)
-    sizes = _replaced(slice_sizes, axis, w.rank)
-    t = primitive.bind(taken, ids, slice_sizes=sizes, fill_value=fill, **common)
+    own = params | dict(slice_sizes=(*sizes[:axis], w.rank, *sizes[axis + 1 :]))
+    if params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP:
+        # Only `high` is filled out of bounds. A factor filled with NaN would put NaN into the other
+        # factor's gradient.
+        own["fill_value"] = 0
+    t = primitive.bind(taken, ids, **own)
 
     # The places of the operand's axes in `t`: sliced axes at the offsets, batch axes elsewhere.
-    offsets = [int(i) for i in dimension_numbers.offset_dims]
+    offsets = [int(i) for i in d.offset_dims]
     place = dict(zip(sorted(sliced), offsets, strict=True))
     index_axes = [i for i in range(t.ndim) if i not in offsets]
-    for i, j in zip(batched, dimension_numbers.start_indices_batching_dims, strict=True):
+    for i, j in zip(batched, d.start_indices_batching_dims, strict=True):
         place[int(i)] = index_axes[j]
     lead = [place[i] for i in range(n)]
     numbers = (((place[axis],), (rank_axis,)), (lead, list(range(n))))
@@ -472,48 +457,10 @@ def gather_rows(
     return high + jax.lax.transpose(low, np.argsort(now).tolist()).astype(high.dtype)
 
 
-def _replaced(values: Sequence[Array], axis: int, instead: Any) -> tuple[Array, ...]:
-    """A parameter with one value per axis, for a factor: with `instead` at `axis`, the rank."""
-    new = list(values)
-    new[axis] = instead
-    return tuple(new)
-
-
-@primitive_handler(["slice", "dynamic_slice"])
-def slice_factors(primitive: Primitive, w: LoRA, *starts: jax.Array, **params: EqnParam) -> LoRA:
-    """Slices any axes: rows slice `a`, columns `b`, leading axes both."""
-    of_rank = dict(start_indices=0, limit_indices=w.rank, strides=1, slice_sizes=w.rank)
-
-    def part(x: Array, rank_axis: int) -> Array:
-        own = {
-            name: _replaced(value, rank_axis, of_rank[name]) if value is not None else None
-            for name, value in params.items()
-        }
-        at = _replaced(starts, rank_axis, jnp.zeros_like(starts[-1])) if starts else ()
-        return primitive.bind(x, *at, **own)
-
-    of_batch = {name: value and value[:-2] for name, value in params.items()}
-    factor = w.factor
-    if factor is not None and factor.ndim:
-        factor = primitive.bind(factor, *starts[:-2], **of_batch)
-    sliced = primitive.bind(w.w, *starts, **params)
-    return _of_parts(w, sliced, part(w.a, -1), part(w.b, -2), factor)
-
-
-@primitive_handler("split")
-def split_factors(
-    primitive: Primitive, w: LoRA, *, sizes: tuple[int, ...], axis: int, **params: EqnParam
-) -> list[LoRA]:
-    """Splits an axis: rows split `a`, columns `b`, leading axes both."""
-
-    def parts(x: Array, *whole: int) -> list[Array]:
-        if x is None or axis in whole:
-            return [x] * len(sizes)
-        return list(primitive.bind(x, sizes=sizes, axis=axis, **params))
-
-    n, m = w.ndim - 2, w.ndim - 1
-    fields = parts(w.w), parts(w.a, m), parts(w.b, n), parts(w.factor, n, m)
-    return [_of_parts(w, *part) for part in zip(*fields, strict=True)]
+@primitive_handler(["slice", "dynamic_slice", "split"])
+def cut_factors(primitive: Primitive, w: LoRA, *starts: jax.Array, **params: EqnParam) -> Result:
+    """Slices or splits any axes: rows cut `a`, columns `b`, leading axes both."""
+    return cut_fields(primitive, w, starts, params)
 
 
 @primitive_handler("transpose")
@@ -577,12 +524,6 @@ def add_to_weight(call: BinaryCall, x: jax.Array, w: LoRA) -> Result:
     return _of_parts(w, call(x, w.w), -w.a if negative else w.a, w.b)
 
 
-@primitive_handler("neg")
-def negate(primitive: Primitive, w: LoRA, **params: EqnParam) -> LoRA:
-    """Computes `-(w + ab)` as `-w + (-a)b`."""
-    return _of_parts(w, primitive.bind(w.w, **params), -w.a, w.b)
-
-
 @primitive_handler(["mul", "div"])
 def rescale(primitive: Primitive, w: LoRA, x: jax.Array, **params: EqnParam) -> Result:
     """Multiplies or divides by a number or one per row (applied to `a`), or one per column (to `b`)."""
@@ -603,10 +544,6 @@ def cast_fields(primitive: Primitive, w: LoRA, *, new_dtype: DType, **params: Eq
     if not jnp.issubdtype(new_dtype, np.floating) or not jnp.issubdtype(w.dtype, np.floating):
         return NotImplemented
     cast = primitive.bind(w.w, new_dtype=new_dtype, **params)
-    a, b = (x.astype(_wider(x.dtype, new_dtype)) for x in (w.a, w.b))
+    size = np.dtype(new_dtype).itemsize
+    a, b = (x if x.dtype.itemsize > size else x.astype(new_dtype) for x in (w.a, w.b))
     return _of_parts(w, cast, a, b)
-
-
-def _wider(old: DType, new: DType) -> DType:
-    """The wider of two dtypes; the new one if they are equally wide."""
-    return old if np.dtype(old).itemsize > np.dtype(new).itemsize else new

@@ -19,7 +19,7 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.sharding import axis_names
-from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
+from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Primitive, Result
 from haiku_implicit.quantized.types.ruled import RuledWeight
 
 
@@ -294,18 +294,11 @@ def _opened(w: ImplicitArray) -> tuple[Array, Axes | None]:
 
 
 @primitive_handler("slice")
-def slice_view(
-    primitive: Primitive,
-    w: MatrixView,
-    *,
-    start_indices: tuple[int, ...],
-    limit_indices: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-) -> Result:
+def slice_view(primitive: Primitive, w: MatrixView, **params: EqnParam) -> Result:
     """Slices axes, if each part is a contiguous part of the rows or columns."""
-    if strides is not None and any(n != 1 for n in strides):
+    if any(n != 1 for n in params["strides"] or ()):
         return NotImplemented
-    return _part(w, start_indices, limit_indices)
+    return _part(w, params["start_indices"], params["limit_indices"])
 
 
 @primitive_handler("split")
@@ -372,67 +365,75 @@ def dynamic_slice_view(
     return view_of(matrix, tuple(axes))
 
 
+# The parameters of a gather. Another one, such as a sharding of the result, is not known here.
+_OF_GATHER = {"dimension_numbers", "slice_sizes", "mode", "fill_value"}
+_OF_GATHER |= {"indices_are_sorted", "unique_indices"}
+
+
 @primitive_handler("gather")
 def gather_from_view(
+    primitive: Primitive, w: MatrixView, ids: jax.Array, **params: EqnParam
+) -> Result:
+    """Gathers parts of axes, all of the rows or all of the columns, as whole rows or columns."""
+    lead, sizes = _lead(w), params["slice_sizes"]
+    d, ids = _without_batching(params["dimension_numbers"], ids, lead)
+    cut = {f[2] for i, group in enumerate(w.axes, lead) if sizes[i] != w.shape[i] for f in group}
+    if len(cut) > 1 or {k for k, v in params.items() if v is not None} - _OF_GATHER:
+        return NotImplemented
+    # For axes of length one, either axis of the matrix works.
+    axis = next(iter(cut or {f[2] for group in w.axes for f in group} or {0}))
+    dropped = {*d.collapsed_slice_dims, *d.operand_batching_dims}
+    batch = [i for i in range(lead) if i not in dropped]
+    kept = [i for i in range(lead, w.ndim) if i not in dropped]
+    own = [i for i in kept if any(f[2] == axis for f in w.axes[i - lead])]
+    others = [i for i in kept if i not in own]
+    params |= dict(dimension_numbers=d)
+    places = _places(w, ids, params, axis, own)
+    out = _gathered(primitive, w, ids, places, params, axis)
+    # The result has the axes of `ids`, then those made of `axis`, batch axes, and the other axis.
+    out = _folded(out, out.ndim - 1, 1, [w.axes[i - lead] for i in others], [1 - axis])
+    count = ids.ndim - 1
+    of_ids, of_tensor = iter(range(count)), iter(count + np.argsort([*own, *batch, *others]))
+    order = [next(of_tensor if i in d.offset_dims else of_ids) for i in range(out.ndim)]
+    return jnp.transpose(out, order)
+
+
+def _gathered(
     primitive: Primitive,
     w: MatrixView,
     ids: jax.Array,
-    *,
-    dimension_numbers: EqnParam,
-    slice_sizes: Sequence[int],
-    mode: EqnParam,
-    fill_value: EqnParam,
-    indices_are_sorted: bool,
-    unique_indices: bool,
-    **params: EqnParam,
-) -> Result:
-    """Gathers parts of axes, all of the rows or all of the columns, as whole rows or columns."""
-    lead = _lead(w)
-    d, ids = _without_batching(dimension_numbers, ids, lead)
-    core = list(zip(w.axes, w.shape[lead:], slice_sizes[lead:], strict=True))
-    inner = {f[2] for group, n, size in core if size != n for f in group}
-    if len(inner) > 1 or any(x is not None for x in params.values()):
-        return NotImplemented
-    # For axes of length one, either axis of the matrix works.
-    axis = next(iter(inner or {f[2] for group in w.axes for f in group} or {0}))
-    filling = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
-    at = _places(w, ids, d, slice_sizes, axis, filling)
+    places: jax.Array,
+    params: EqnParams,
+    axis: int,
+) -> jax.Array:
+    """Gathers rows (or columns) of the matrix, with the indices that a gather has for batch axes.
 
-    # The result has the axes of `ids`, then those made of `axis`, batch axes, and the other axis.
-    count = ids.ndim - 1
-    own = [lead + i for i, group in enumerate(w.axes) if any(f[2] == axis for f in group)]
-    dropped = {*d.collapsed_slice_dims, *d.operand_batching_dims}
-    batch = [i for i in range(lead) if i not in dropped]
+    Args:
+      w, ids: the tensor, and the indices of the gather.
+      places: the indices of the rows (or columns), as `_places` returns them.
+      params: the parameters of the gather from the tensor.
+      axis: the axis of the matrix, 0 for the rows.
+
+    Returns:
+      `[*places.shape, ...]`, with the batch axes and the other axis of the matrix.
+    """
+    d, lead = params["dimension_numbers"], _lead(w)
     indexed = [k for k, i in enumerate(d.start_index_map) if i < lead]
-    of_batch = jnp.expand_dims(
-        ids[..., np.array(indexed, int)], [count + k for k in range(len(own))]
-    )
-    of_batch = jnp.broadcast_to(of_batch, (*at.shape, len(indexed)))
+    collapsed = [i for i in d.collapsed_slice_dims if i < lead]
+    num_batch = lead - len(collapsed) - len(d.operand_batching_dims)
     numbers = d._replace(
-        offset_dims=tuple(range(at.ndim, at.ndim + len(batch) + 1)),
-        collapsed_slice_dims=(*(i for i in d.collapsed_slice_dims if i < lead), lead + axis),
+        offset_dims=tuple(range(places.ndim, places.ndim + num_batch + 1)),
+        collapsed_slice_dims=(*collapsed, lead + axis),
         start_index_map=(*(d.start_index_map[k] for k in indexed), lead + axis),
     )
-    sizes = [*slice_sizes[:lead], *w.matrix.shape[lead:]]
+    sizes = [*params["slice_sizes"][:lead], *w.matrix.shape[lead:]]
     sizes[lead + axis] = 1
-    out = primitive.bind(
-        w.matrix,
-        jnp.concatenate([of_batch.astype(at.dtype), at[..., None]], -1),
-        dimension_numbers=numbers,
-        slice_sizes=tuple(sizes),
-        mode=mode,
-        fill_value=fill_value,
-        indices_are_sorted=False,
-        unique_indices=False,
-    )
-    others = [i for i in range(lead, w.ndim) if i not in own]
-    out = _folded(out, out.ndim - 1, 1, [w.axes[i - lead] for i in others], [1 - axis])
-    found = [*own, *batch, *others]
-    out = jnp.squeeze(out, [count + k for k, i in enumerate(found) if i in dropped])
-    found = [i for i in found if i not in dropped]
-    of_ids, of_tensor = iter(range(count)), iter(count + np.argsort(found))
-    order = [next(of_tensor if i in d.offset_dims else of_ids) for i in range(out.ndim)]
-    return jnp.transpose(out, order)
+    of_batch = jnp.expand_dims(ids[..., np.array(indexed, int)], range(ids.ndim - 1, places.ndim))
+    of_batch = jnp.broadcast_to(of_batch, (*places.shape, len(indexed))).astype(places.dtype)
+    own = dict(dimension_numbers=numbers, slice_sizes=tuple(sizes))
+    own |= dict(indices_are_sorted=False, unique_indices=False)
+    indices = jnp.concatenate([of_batch, places[..., None]], -1)
+    return primitive.bind(w.matrix, indices, **params | own)
 
 
 def _without_batching(numbers: EqnParam, ids: jax.Array, lead: int) -> tuple[Any, jax.Array]:
@@ -456,40 +457,44 @@ def _without_batching(numbers: EqnParam, ids: jax.Array, lead: int) -> tuple[Any
 
 
 def _places(
-    w: MatrixView, ids: jax.Array, numbers: EqnParam, sizes: Sequence[int], axis: int, filling: bool
+    w: MatrixView, ids: jax.Array, params: EqnParams, axis: int, own: Sequence[int]
 ) -> jax.Array:
     """The indices of the rows (or columns) of the matrix that a gather from the tensor takes.
+
+    If the gather fills slices out of bounds, these have an index beyond the last.
 
     Args:
       w: the tensor.
       ids: the indices of the gather.
-      numbers, sizes: the gather's dimension numbers and slice sizes.
+      params: its parameters.
       axis: the axis of the matrix, 0 for the rows.
-      filling: whether slices out of bounds are filled: they get an index beyond the last.
+      own: the axes of the tensor that are made of `axis`, and that the result has.
 
     Returns:
-      `[*ids.shape[:-1], ...]`, with a further axis for each axis of the tensor that is made of `axis`,
-      of its slice size.
+      `[*ids.shape[:-1], ...]`, with a further axis for each of `own`, of its slice size.
     """
-    lead = _lead(w)
-    starts = dict(zip(numbers.start_index_map, jnp.moveaxis(ids, -1, 0), strict=True))
-    own = [i for i, group in enumerate(w.axes) if any(f[2] == axis for f in group)]
-    shape = (*ids.shape[:-1], *(sizes[lead + i] for i in own))
+    lead, sizes, count = _lead(w), params["slice_sizes"], ids.ndim - 1
+    axes_in_ids = params["dimension_numbers"].start_index_map
+    starts = dict(zip(axes_in_ids, jnp.moveaxis(ids, -1, 0), strict=True))
+    shape = (*ids.shape[:-1], *(sizes[i] for i in own))
+    behind = range(count, len(shape))
     places, inside = jnp.zeros(shape, np.int32), jnp.ones(ids.shape[:-1], bool)
-    for i, group in enumerate(w.axes):
-        last = w.shape[lead + i] - sizes[lead + i]
-        start = starts.get(lead + i, jnp.zeros(ids.shape[:-1], np.int32))
+    for i, group in enumerate(w.axes, lead):
+        last = w.shape[i] - sizes[i]
+        start = starts.get(i, jnp.zeros(ids.shape[:-1], np.int32))
         inside &= (start >= 0) & (start <= last)
-        if i not in own:
+        if not any(f[2] == axis for f in group):
             continue
-        k = ids.ndim - 1 + own.index(i)
-        start = jnp.clip(start, 0, last).astype(np.int32)  # (integers may be narrow)
-        start = jnp.expand_dims(start, range(ids.ndim - 1, len(shape)))
-        index = start + jax.lax.broadcasted_iota(np.int32, shape, k)
+        index = jnp.expand_dims(
+            jnp.clip(start, 0, last).astype(np.int32), behind
+        )  # (may be narrow)
+        if i in own:
+            index += jax.lax.broadcasted_iota(np.int32, shape, count + own.index(i))
         for n, stride, _ in reversed(group):
             places, index = places + index % n * stride, index // n
-    inside = jnp.expand_dims(inside, range(ids.ndim - 1, len(shape)))
-    return jnp.where(inside, places, w.matrix.shape[lead + axis]) if filling else places
+    if params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return places
+    return jnp.where(jnp.expand_dims(inside, behind), places, w.matrix.shape[lead + axis])
 
 
 @primitive_handler("gather", precedence=-1)

@@ -11,7 +11,7 @@ from haiku_implicit.arrays.axes import Axes
 from haiku_implicit.arrays.concatenated import Concatenated
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import ragged_dot_general_p
-from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.dispatch import named, primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.core.wrapper import Wrapper
@@ -182,27 +182,21 @@ def change_with_dense(call: BinaryCall, x: jax.Array, w: Probe) -> Result:
     return w._replace(value=value) if value.shape == w.shape else value
 
 
-@primitive_handler([name for name in ("tile", "unstack") if hasattr(jax.lax, f"{name}_p")])
+@primitive_handler(named("tile unstack"))
 def leave_probe(primitive: Primitive, w: Probe, *others: jax.Array, **params: EqnParam) -> Result:
     """Makes the weight dense: tiles and pieces are not followed."""
     return primitive.bind(w.value, *others, **params)
 
 
 @primitive_handler("gather")
-def choose_probe(
-    primitive: Primitive,
-    w: Probe,
-    indices: jax.Array,
-    *,
-    slice_sizes: tuple[int, ...],
-    **params: EqnParam,
-) -> Result:
+def choose_probe(primitive: Primitive, w: Probe, indices: jax.Array, **params: EqnParam) -> Result:
     """Follows matrices that are looked up in a batch: they have the same axes."""
-    value = primitive.bind(w.value, indices, slice_sizes=slice_sizes, **params)
+    value = primitive.bind(w.value, indices, **params)
+    sizes = params["slice_sizes"]
     numbers = params["dimension_numbers"]
     batch = value.ndim - len(numbers.offset_dims)
     kept = [i for i in range(w.ndim) if i not in numbers.collapsed_slice_dims]
-    whole = all(slice_sizes[i] == w.shape[i] for i in kept)
+    whole = all(sizes[i] == w.shape[i] for i in kept)
     if not whole or numbers.operand_batching_dims or min(numbers.offset_dims, default=0) < batch:
         return value
     looked_up = tuple(((n, 1, CHOSEN),) if n > 1 else () for n in value.shape[:batch])
@@ -215,7 +209,7 @@ def concatenate_probes(primitive: Primitive, *operands: Probe, dimension: int) -
     return Concatenated(operands, dimension - operands[0].ndim)
 
 
-@primitive_handler([name for name in ["stack"] if hasattr(jax.lax, "stack_p")])
+@primitive_handler(named("stack"))
 def stack_probes(primitive: Primitive, *operands: Probe, axis: int) -> Concatenated:
     """Follows each of the stacked weights."""
     parts = []

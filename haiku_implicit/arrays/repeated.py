@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.sharding import Sharding
 
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core.array import ImplicitArray
@@ -89,24 +88,18 @@ def repeat_view(primitive: Primitive, w: MatrixView, **params: EqnParam) -> Resu
     return _broadcast(primitive, w, **params)
 
 
-def _broadcast(
-    primitive: Primitive,
-    w: ImplicitArray,
-    *,
-    shape: Sequence[int],
-    broadcast_dimensions: Sequence[int],
-    sharding: Sharding | None = None,
-) -> Result:
-    old = dict(zip(broadcast_dimensions, w.shape, strict=True))
+def _broadcast(primitive: Primitive, w: ImplicitArray, **params: EqnParam) -> Result:
+    shape = params["shape"]
+    old = dict(zip(params["broadcast_dimensions"], w.shape, strict=True))
     short = [old.get(i, 1) for i in range(len(shape))]
     longer = [i for i, n in enumerate(shape) if n != short[i]]
     # (A repetition along the first axis is a stack, of beams for example, which a loop may write into.)
-    if 0 in (*longer, *shape) or sharding is not None:
+    if 0 in (*longer, *shape) or params.get("sharding") is not None:
         return NotImplemented
     if any(export.is_symbolic_dim(n) for n in shape):
         return NotImplemented
-    params = dict(new_sizes=tuple(short), dimensions=None, sharding=None)
-    out = default_handler(jax.lax.reshape_p, w, **params) if tuple(short) != w.shape else w
+    new = dict(new_sizes=tuple(short), dimensions=None, sharding=None)
+    out = default_handler(jax.lax.reshape_p, w, **new) if tuple(short) != w.shape else w
     for i in longer:
         out = Repeated(out, i - len(shape), shape[i])
     return out

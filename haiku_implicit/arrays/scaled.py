@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.batch_axes import cut_fields
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import ragged_dot_general_p
@@ -187,48 +188,31 @@ def convolve_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> jax.Arra
 
 @primitive_handler("gather")
 def gather_rows(
-    primitive: Primitive,
-    w: ScaledMatrix,
-    ids: jax.Array,
-    *,
-    dimension_numbers: EqnParam,
-    slice_sizes: Sequence[int],
-    fill_value: EqnParam,
-    mode: EqnParam,
-    **params: EqnParam,
+    primitive: Primitive, w: ScaledMatrix, ids: jax.Array, **params: EqnParam
 ) -> Result:
     """Gathers rows of an embedding table, times their factors or the factors of the columns."""
-    if w.ndim != 2 or slice_sizes[1] != w.shape[1] or 1 in dimension_numbers.collapsed_slice_dims:
+    d, sizes = params["dimension_numbers"], params["slice_sizes"]
+    if w.ndim != 2 or sizes[1] != w.shape[1] or 1 in d.collapsed_slice_dims:
         return NotImplemented
-    if mode == jax.lax.GatherScatterMode.FILL_OR_DROP and fill_value is not None:
+    filling = params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+    if filling and params["fill_value"] is not None:
         return NotImplemented  # the fill value would be scaled (the default, NaN, may be)
-    take = functools.partial(
-        primitive.bind,
-        dimension_numbers=dimension_numbers,
-        fill_value=fill_value,
-        mode=mode,
-        **params,
-    )
-    rows = take(w.matrix, ids, slice_sizes=slice_sizes)
+    rows = primitive.bind(w.matrix, ids, **params)
     if w.axis == -1:
-        return _times(rows, w.scale, [int(dimension_numbers.offset_dims[-1])])
-    factors = take(w.scale[:, None], ids, slice_sizes=(slice_sizes[0], 1))
+        return _times(rows, w.scale, [int(d.offset_dims[-1])])
+    factors = primitive.bind(w.scale[:, None], ids, **params | dict(slice_sizes=(sizes[0], 1)))
     return (rows * factors.astype(rows.dtype)).astype(rows.dtype)
 
 
 # --- the rest ------------------------------------------------------------------------------------
 
 
-@primitive_handler(["slice", "dynamic_slice"])
-def slice_scaled(
+@primitive_handler(["slice", "dynamic_slice", "split"])
+def cut_scaled(
     primitive: Primitive, w: ScaledMatrix, *starts: jax.Array, **params: EqnParam
-) -> ScaledMatrix:
-    """Slices any axes of the matrix, and the scale along its axes."""
-    kept = (*range(w.ndim - 2), w._scaled_axis)
-    own = {k: v if v is None else tuple(v[i] for i in kept) for k, v in params.items()}
-    scale = primitive.bind(w.scale, *(starts[i] for i in kept if starts), **own)
-    matrix = primitive.bind(w.matrix, *starts, **params)
-    return w._replace(matrix=matrix, scale=scale, shape=None, dtype=None)
+) -> Result:
+    """Slices or splits any axes of the matrix, and the scale along its axes."""
+    return cut_fields(primitive, w, starts, params)
 
 
 @primitive_handler("transpose")
@@ -243,20 +227,6 @@ def transpose_scaled(
     scale = jnp.transpose(w.scale, (*permutation[:-2], w.ndim - 2))
     axis = w.axis if permutation[-1] == core[1] else -3 - w.axis
     return w._replace(matrix=matrix, scale=scale, axis=axis, shape=None, dtype=None)
-
-
-@primitive_handler("split")
-def split_scaled(
-    primitive: Primitive, w: ScaledMatrix, *, sizes: tuple[int, ...], axis: int
-) -> Result:
-    """Splits the matrix, and the scale along its axes."""
-    matrices = primitive.bind(w.matrix, sizes=sizes, axis=axis)
-    kept = [*range(w.ndim - 2), w._scaled_axis]
-    scales = [w.scale] * len(sizes)
-    if axis in kept:
-        scales = list(jax.lax.split(w.scale, sizes, kept.index(axis)))
-    parts = zip(matrices, scales, strict=True)
-    return [w._replace(matrix=m, scale=s, shape=None) for m, s in parts]
 
 
 @primitive_handler(["mul", "div"])

@@ -11,14 +11,13 @@ from haiku_implicit.arrays.constant import (
     SymbolicConstant,
     as_result,
     constant_of,
-    named,
     result_of,
     result_struct,
 )
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ArrayValue, short
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.dispatch import named, primitive_handler
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.typing import DType, EqnParam, Primitive, Result
 
@@ -79,7 +78,7 @@ def _zeros(out: jax.ShapeDtypeStruct) -> Zeros:
 
 
 LINEAR = named(
-    "neg real imag conj reduce_sum cumsum reduce_window_sum fft convert_element_type "
+    "neg real imag conj complex reduce_sum cumsum reduce_window_sum fft convert_element_type "
     "reduce_precision"
 )
 BILINEAR = named("mul mulhi and dot_general conv_general_dilated")
@@ -87,15 +86,9 @@ ADDITIVE = named("add or xor") + [compat.add_any_p]
 
 
 @primitive_handler(LINEAR, precedence=20)
-def linear(primitive: Primitive, x: Zeros, **params: EqnParam) -> Zeros:
-    """Applies a linear function to zeros, which gives zeros."""
-    return _zeros(result_struct(primitive, (x,), params))
-
-
-@primitive_handler("complex", precedence=20)
-def complex_zeros(primitive: Primitive, x: Zeros, y: Zeros) -> Zeros:
-    """Makes complex zeros of two parts that are zeros."""
-    return _zeros(result_struct(primitive, (x, y), {}))
+def linear(primitive: Primitive, *operands: Zeros, **params: EqnParam) -> Zeros:
+    """Applies a linear function to zeros, or makes complex zeros of two parts."""
+    return _zeros(result_struct(primitive, operands, params))
 
 
 @binary_handler(BILINEAR, precedence=20)

@@ -7,7 +7,7 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, flatten_one_level
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.dispatch import named, primitive_handler
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive, Result
 
@@ -26,9 +26,7 @@ def optimization_barrier(primitive: Primitive, *operands: Array) -> list[Array]:
     return treedef.unflatten(primitive.bind(*leaves))
 
 
-@primitive_handler(
-    ["broadcast_in_dim", *(["tile"] if hasattr(jax.lax, "tile_p") else [])], precedence=1
-)
+@primitive_handler(named("broadcast_in_dim tile"), precedence=1)
 def repeat_vector(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
     """Makes a repeated row or column (such as a bias) dense: the result is larger."""
     out = jax.eval_shape(lambda y: primitive.bind(y, **params), dense_struct(x))
@@ -41,10 +39,11 @@ def repeat_vector(primitive: Primitive, x: ImplicitArray, **params: EqnParam) ->
 # --- types that are `linear_in` some fields ------------------------------------------------------
 
 
-def _on_linear_fields(
-    x: ImplicitArray, primitive: Primitive, *others: Array, **params: EqnParam
+@primitive_handler("neg")
+def apply_to_linear_fields(
+    primitive: Primitive, x: ImplicitArray, *others: Array, **params: EqnParam
 ) -> Result:
-    """Applies a primitive to the fields that the array is linear in."""
+    """Applies a linear primitive, such as a negation, to the fields that the array is linear in."""
     if x.linear_in is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return NotImplemented
     new = {}
@@ -60,7 +59,7 @@ def multiply_by_number(call: BinaryCall, number: jax.Array, x: ImplicitArray) ->
     """Multiplies the linear fields by a number."""
     if number.ndim:
         return NotImplemented
-    return _on_linear_fields(x, call.primitive, number, **call.params)
+    return apply_to_linear_fields(call.primitive, x, number, **call.params)
 
 
 @primitive_handler("div")
@@ -68,13 +67,7 @@ def divide_by_number(
     primitive: Primitive, x: ImplicitArray, number: jax.Array, **params: EqnParam
 ) -> Result:
     """Divides the linear fields by a number."""
-    return NotImplemented if number.ndim else _on_linear_fields(x, primitive, number, **params)
-
-
-@primitive_handler("neg")
-def negate(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
-    """Negates the linear fields."""
-    return _on_linear_fields(x, primitive, **params)
+    return NotImplemented if number.ndim else apply_to_linear_fields(primitive, x, number, **params)
 
 
 @primitive_handler("convert_element_type")

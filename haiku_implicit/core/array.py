@@ -26,6 +26,9 @@ from haiku_implicit.core.fields import (
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.typing import Array, Tree, TreeDef
 
+# The keywords of a class, as the docstring of `ImplicitArray` describes them.
+_CLASS_KEYWORDS = ("commute_ops", "warn_on_materialize", "may_be_wrapped", "core_ndim", "linear_in")
+
 
 @dataclasses.dataclass(eq=False, repr=False)
 class ImplicitArray(abc.ABC):
@@ -113,25 +116,12 @@ class ImplicitArray(abc.ABC):
         _names(cls)  # raises a clear error for a class without its decorator
         return super().__new__(cls)
 
-    def __init_subclass__(
-        cls,
-        *,
-        commute_ops: bool | None = None,
-        warn_on_materialize: bool | None = None,
-        may_be_wrapped: bool | None = None,
-        core_ndim: int | None = None,
-        linear_in: str | tuple[str, ...] | None = None,
-        **kwargs: Any,
-    ):
-        super().__init_subclass__(**kwargs)
-        given = dict(
-            commute_ops=commute_ops,
-            warn_on_materialize=warn_on_materialize,
-            may_be_wrapped=may_be_wrapped,
-            core_ndim=core_ndim,
-            linear_in=(linear_in,) if isinstance(linear_in, str) else linear_in,
-        )
-        for name, value in given.items():
+    def __init_subclass__(cls, **keywords: Any):
+        own = {name: keywords.pop(name, None) for name in _CLASS_KEYWORDS}
+        super().__init_subclass__(**keywords)
+        if isinstance(own["linear_in"], str):
+            own["linear_in"] = (own["linear_in"],)
+        for name, value in own.items():
             if value is not None:
                 setattr(cls, name, value)
         # `@dataclass` does not replace methods that the class defines. Its own would compare arrays
@@ -599,24 +589,26 @@ def _materializing(x: ImplicitArray) -> tuple[Callable[[list[Any]], jax.Array], 
 
 
 def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
-    cls = type(x)
-    shape, dtype = x.__dict__.get("_shape"), x.__dict__.get("_dtype")
-    shape = x.compute_shape() if shape is None else shape
-    dtype = x.compute_dtype() if dtype is None else dtype
-    shape = cls.default_shape if shape is None else shape
-    dtype = cls.default_dtype if dtype is None else dtype
-    if shape is None or dtype is None:
+    found = {name: _known(x, name) for name in ("shape", "dtype")}
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
         try:
             out = materialized_struct(x)
         except RecursionError:
-            missing = "shape" if shape is None else "dtype"
+            name = missing[0]
             raise TypeError(
-                f"{cls.__name__}: its {missing} is not known. Give {missing}= to the constructor, or "
-                f"define compute_{missing}() or default_{missing} in the class."
+                f"{type(x).__name__}: its {name} is not known. Give {name}= to the constructor, or "
+                f"define compute_{name}() or default_{name} in the class."
             ) from None
-        shape = out.shape if shape is None else shape
-        dtype = out.dtype if dtype is None else dtype
-    return jax.core.ShapedArray(as_shape(shape), canonical(dtype))
+        found.update((name, getattr(out, name)) for name in missing)
+    return jax.core.ShapedArray(as_shape(found["shape"]), canonical(found["dtype"]))
+
+
+def _known(x: ImplicitArray, name: str) -> Any:
+    """The `shape` or `dtype` that an array has without `materialize`, or None."""
+    value = x.__dict__.get(f"_{name}")
+    value = getattr(x, f"compute_{name}")() if value is None else value
+    return getattr(type(x), f"default_{name}") if value is None else value
 
 
 def empty_names(x: ImplicitArray) -> list[str]:
@@ -678,8 +670,5 @@ def short(x: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    if is_implicit(value):
-        return repr(value)
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return short(value)
-    return repr(value)
+    is_dense = hasattr(value, "shape") and hasattr(value, "dtype") and not is_implicit(value)
+    return short(value) if is_dense else repr(value)

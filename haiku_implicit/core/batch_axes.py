@@ -9,30 +9,30 @@ Otherwise the rules here leave the case to the type's own rules, or to materiali
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten_one_level, num_batch_axes
-from haiku_implicit.core.dispatch import primitive_handler, rules_for
+from haiku_implicit.core.array import (
+    ImplicitArray,
+    data_names,
+    dense_struct,
+    flatten_one_level,
+    num_batch_axes,
+)
+from haiku_implicit.core.dispatch import named, primitive_handler, rules_for
+from haiku_implicit.core.sharding import axis_names
 from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Primitive, Result
 
-# For parameters with one entry per axis: the entry that leaves an axis unchanged, from the length of
-# the axis and its place in the result.
-Entry = Callable[[int, int], int]
-_ENTRIES: dict[str, Entry] = {
-    **dict.fromkeys(["start_indices"], lambda length, place: 0),
-    **dict.fromkeys(["strides", "reps"], lambda length, place: 1),
-    **dict.fromkeys(
-        ["limit_indices", "slice_sizes", "new_sizes", "shape"], lambda length, place: length
-    ),
-    **dict.fromkeys(
-        ["permutation", "broadcast_dimensions", "offset_dims"], lambda length, place: place
-    ),
-}
+# Parameters with one entry per axis, by the entry that leaves an axis unchanged: a number, the length
+# of the axis, or its place in the result.
+_NUMBERS = {"start_indices": 0, "strides": 1, "reps": 1}
+_LENGTHS = ("limit_indices", "slice_sizes", "new_sizes", "shape")
+_PLACES = ("permutation", "broadcast_dimensions", "offset_dims")
+_PER_AXIS = (*_NUMBERS, *_LENGTHS, *_PLACES)
 
 
 def _own(leaf: Array, n: int) -> tuple[int, ...]:
@@ -50,18 +50,19 @@ def _params_of_leaf(params: EqnParams, own: Sequence[int], core: int, first: int
       first: the place of the first axis after the batch axes, in the result.
     """
 
-    def adapted(entries: Sequence[int], entry: Entry) -> tuple[int, ...]:
+    def adapted(name: str, entries: Sequence[int]) -> tuple[int, ...]:
         of_batch = entries[: max(len(entries) - core, 0)]
-        return (*of_batch, *(entry(length, first + i) for i, length in enumerate(own)))
+        if name in _PLACES:
+            return (*of_batch, *range(first, first + len(own)))
+        return (*of_batch, *(_NUMBERS.get(name, length) for length in own))
 
-    of_axes = {k: v for k, v in params.items() if k in _ENTRIES and v is not None}
-    return {**params, **{k: adapted(v, _ENTRIES[k]) for k, v in of_axes.items()}}
+    return {k: adapted(k, v) if k in _PER_AXIS and v is not None else v for k, v in params.items()}
 
 
 def _acts_on_batch(params: EqnParams, x: ImplicitArray, n: int, first: int) -> bool:
     """Whether the parameters leave all axes except the batch axes unchanged."""
     same = _params_of_leaf(params, x.shape[n:], x.ndim - n, first)
-    return all(tuple(params[k]) == v for k, v in same.items() if k in _ENTRIES and v is not None)
+    return all(tuple(params[k]) == v for k, v in same.items() if k in _PER_AXIS and v is not None)
 
 
 def _leafwise(
@@ -81,14 +82,13 @@ def _leafwise(
     split = [flatten_one_level(x) for x in operands]
     treedef = split[0][1]
     leaves = [on_leaf(*xs) for xs in zip(*(own for own, _ in split), strict=True)]
-    explicit = operands[0].__dict__.get("_shape") is not None
-    if not primitive.multiple_results:
-        out = treedef.unflatten(leaves)
-        return out._replace(shape=result().shape) if explicit else out
-    outs = [treedef.unflatten(parts) for parts in zip(*leaves, strict=True)]
-    if not explicit:
-        return outs
-    return [y._replace(shape=s.shape) for y, s in zip(outs, result(), strict=True)]
+    several = primitive.multiple_results
+    parts = zip(*leaves, strict=True) if several else [leaves]
+    outs = [treedef.unflatten(own) for own in parts]
+    if operands[0].__dict__.get("_shape") is not None:
+        structs = result() if several else [result()]
+        outs = [y._replace(shape=s.shape) for y, s in zip(outs, structs, strict=True)]
+    return outs if several else outs[0]
 
 
 def _result(primitive: Primitive, *operands: Array, **params: EqnParam) -> Callable[[], Any]:
@@ -114,14 +114,10 @@ def _may_grow(x: ImplicitArray) -> bool:
     return core is not None and num_batch_axes(x) == x.ndim - core
 
 
-def _existing(names: str) -> Iterator[str]:
-    return (name for name in names.split() if hasattr(jax.lax, f"{name}_p"))
-
-
 # --- one array -----------------------------------------------------------------------------------
 
 
-@primitive_handler(_existing("slice dynamic_slice transpose tile"))
+@primitive_handler(named("slice dynamic_slice transpose tile"))
 def change_batch_axes(
     primitive: Primitive, x: ImplicitArray, *starts: jax.Array, **params: EqnParam
 ) -> Result:
@@ -154,7 +150,7 @@ def _for_leaf(starts: Sequence[jax.Array], n: int, leaf: Array) -> list[jax.Arra
     return [*starts[:n], *[jnp.zeros_like(x) for x in starts[:1]] * (np.ndim(leaf) - n)]
 
 
-@primitive_handler(_existing("squeeze rev split unstack"))
+@primitive_handler(named("squeeze rev split unstack"))
 def act_along_batch_axes(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
     """Drops or reverses batch axes, or splits along one into several arrays."""
     axes = params["dimensions"] if "dimensions" in params else (params["axis"],)
@@ -200,58 +196,44 @@ def with_renamed_axes(numbers: EqnParam, new: Mapping[int, int]) -> Any:
 
     The order of the axes of slices in the result does not change.
     """
-    collapsed, indexed, batching = (
-        tuple(new.get(i, i) for i in axes)
-        for axes in (
-            numbers.collapsed_slice_dims,
-            numbers.start_index_map,
-            numbers.operand_batching_dims,
-        )
-    )
+
+    def renamed(axes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(new.get(i, i) for i in axes)
+
     return numbers._replace(
-        collapsed_slice_dims=tuple(sorted(collapsed)),
-        start_index_map=indexed,
-        operand_batching_dims=batching,
+        collapsed_slice_dims=tuple(sorted(renamed(numbers.collapsed_slice_dims))),
+        start_index_map=renamed(numbers.start_index_map),
+        operand_batching_dims=renamed(numbers.operand_batching_dims),
     )
 
 
 @primitive_handler("gather")
 def gather_batch(
-    primitive: Primitive,
-    x: ImplicitArray,
-    indices: jax.Array,
-    *,
-    dimension_numbers: EqnParam,
-    slice_sizes: Sequence[int],
-    mode: EqnParam,
-    fill_value: EqnParam,
-    **params: EqnParam,
+    primitive: Primitive, x: ImplicitArray, indices: jax.Array, **params: EqnParam
 ) -> Result:
     """Gathers along batch axes, as in `w[ids]`.
 
     A filling gather makes matrices that are out of bounds NaN, or `fill_value`. This rule handles only
     NaN, and only if all leaves are floating: leaves of NaN represent such a matrix.
     """
-    d, n = dimension_numbers, num_batch_axes(x)
-    filling = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
-    if not filling:
-        indices, d = without_whole_axes(indices, d, x.shape, slice_sizes)
-    elif not _filled_by_leaves(x, fill_value):
+    d, sizes, n = params["dimension_numbers"], params["slice_sizes"], num_batch_axes(x)
+    if params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        indices, d = without_whole_axes(indices, d, x.shape, sizes)
+    elif not _filled_by_leaves(x, params["fill_value"]):
         return NotImplemented
     core = x.ndim - n
     first = indices.ndim - 1 + len(d.offset_dims) - core
-    axes = dict(offset_dims=d.offset_dims, slice_sizes=slice_sizes)
+    axes = dict(offset_dims=d.offset_dims, slice_sizes=sizes)
     touched = (*d.collapsed_slice_dims, *d.operand_batching_dims, *d.start_index_map)
     if not n or max(touched, default=0) >= n or not _acts_on_batch(axes, x, n, first):
         return NotImplemented
-    common = dict(mode=mode, fill_value=fill_value, **params)
 
     def take(leaf: Array) -> jax.Array:
         own = _params_of_leaf(axes, _own(leaf, n), core, first)
-        numbers, sizes = d._replace(offset_dims=own["offset_dims"]), own["slice_sizes"]
-        return primitive.bind(leaf, indices, dimension_numbers=numbers, slice_sizes=sizes, **common)
+        numbers = d._replace(offset_dims=own.pop("offset_dims"))
+        return primitive.bind(leaf, indices, **params | own | dict(dimension_numbers=numbers))
 
-    whole = dict(dimension_numbers=d, slice_sizes=slice_sizes, **common)
+    whole = params | dict(dimension_numbers=d)
     return _leafwise(primitive, [x], take, _result(primitive, x, indices, **whole))
 
 
@@ -260,6 +242,56 @@ def _filled_by_leaves(x: ImplicitArray, fill_value: EqnParam) -> bool:
     leaves = flatten_one_level(x)[0]
     floating = all(jnp.issubdtype(y.dtype, np.floating) for y in leaves)
     return bool(leaves) and floating and (fill_value is None or bool(np.isnan(fill_value)))
+
+
+# --- types whose fields have axes of the tensor ------------------------------------------------------
+
+
+def cut_fields(
+    primitive: Primitive, x: ImplicitArray, starts: Sequence[jax.Array], params: EqnParams
+) -> Result:
+    """Runs `slice`, `dynamic_slice` or `split` on each field, along the axes in `field_axes`.
+
+    For rules of types whose static metadata does not depend on lengths, and whose fields have each
+    declared axis in full.
+    """
+    assert x.core_ndim is not None and x.field_axes is not None
+    lead = range(x.ndim - x.core_ndim)
+    places = dict(zip(axis_names(x.core_ndim), range(len(lead), x.ndim), strict=True))
+    fields = {}
+    for name in data_names(type(x)):
+        axes = [*lead, *(places.get(letter) for letter in x.field_axes.get(name, ""))]
+        fields[name] = _cut_field(primitive, getattr(x, name), axes, starts, params)
+    if not primitive.multiple_results:
+        return x._replace(**fields, shape=None)
+    parts = zip(*fields.values(), strict=True)
+    return [x._replace(**dict(zip(fields, part, strict=True)), shape=None) for part in parts]
+
+
+def _cut_field(
+    primitive: Primitive,
+    y: Array,
+    axes: Sequence[int | None],
+    starts: Sequence[jax.Array],
+    params: EqnParams,
+) -> Any:
+    """The part of a field, or its parts, for a field with these axes of the array (None: its own)."""
+    if "axis" in params:
+        if y is None or params["axis"] not in axes:
+            return [y] * len(params["sizes"])
+        return primitive.bind(y, **params | dict(axis=axes.index(params["axis"])))
+    if y is None or not axes:
+        return y
+    own = {
+        name: entries
+        and tuple(
+            _NUMBERS.get(name, length) if axis is None else entries[axis]
+            for axis, length in zip(axes, np.shape(y), strict=True)
+        )
+        for name, entries in params.items()
+    }
+    at = [starts[i] if i is not None else jnp.zeros_like(starts[-1]) for i in axes if starts]
+    return primitive.bind(y, *at, **own)
 
 
 # --- several arrays of one kind ------------------------------------------------------------------
@@ -275,7 +307,7 @@ def concatenate_batch(primitive: Primitive, *operands: ImplicitArray, dimension:
     return _leafwise(primitive, operands, on_leaves, out)
 
 
-@primitive_handler(_existing("stack"))
+@primitive_handler(named("stack"))
 def stack_batch(
     primitive: Primitive, *operands: ImplicitArray, axis: int, **params: EqnParam
 ) -> Result:

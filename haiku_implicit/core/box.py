@@ -10,7 +10,7 @@ from jax.interpreters import ad, batching, mlir
 from haiku_implicit.core import interpreter
 from haiku_implicit.core.array import flatten_one_level, is_implicit
 from haiku_implicit.core.sharding import mapped_first
-from haiku_implicit.core.typing import Array, Aval, EqnParams, TreeDef
+from haiku_implicit.core.typing import Array, Aval, TreeDef
 
 box_p = Primitive("box")
 
@@ -85,11 +85,7 @@ mlir.register_lowering(box_p, mlir.lower_fun(_materialize, multiple_results=Fals
 interpreter.BOXES.add(box_p)
 
 
-def _unbox(operands: list[Array], params: EqnParams) -> list[Array]:
-    return [params["treedef"].unflatten(operands)]
-
-
-interpreter.HIGHER_ORDER[box_p] = _unbox
+interpreter.HIGHER_ORDER[box_p] = lambda operands, params: [params["treedef"].unflatten(operands)]
 
 
 # --- dense arrays in rules ------------------------------------------------------------------------

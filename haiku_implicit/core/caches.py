@@ -40,16 +40,15 @@ class Carried:
 
     def __init__(self, value: Any):
         self.value = value
+        # JAX's caches keep structures. Equal tuples of events (mostly empty ones) share one entry
+        # there. Anything other than a tuple (of events) is compared by identity.
+        self._key = value if type(value) is tuple else id(self)
 
-    # JAX's caches keep structures. Equal tuples of events (mostly empty ones) share one entry there.
-    # Anything other than a tuple (of events) is compared by identity.
     def __eq__(self, other: object) -> bool:
-        if self is other or not (isinstance(other, Carried) and type(self.value) is tuple):
-            return self is other
-        return type(other.value) is tuple and self.value == other.value
+        return isinstance(other, Carried) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self.value) if type(self.value) is tuple else object.__hash__(self)
+        return hash(self._key)
 
 
 jax.tree_util.register_pytree_node(Carried, lambda x: ((), x), lambda x, _: x)

@@ -64,39 +64,28 @@ def auto_mesh(sizes: Iterable[int], names: Iterable[str]) -> jax.sharding.Abstra
     return jax.sharding.AbstractMesh(sizes, names, axis_types=axis_types)
 
 
-def _find_shard_map() -> Primitive:
+def _mapped(fun: Any, specs: tuple[Any, ...], out: Any, check_vma: bool = True) -> Any:
+    """The `shard_map` equation of a function of arrays `[1]`, from specs of operands and result."""
     mesh = auto_mesh([1], ["i"])
-    spec = jax.sharding.PartitionSpec()
-    wrapped = jax.shard_map(lambda x: x, mesh=mesh, in_specs=(spec,), out_specs=spec)
-    return _primitive_of(wrapped, jax.ShapeDtypeStruct((), jnp.float32))
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+    return jax.make_jaxpr(mapped)(*[jax.ShapeDtypeStruct((1,), jnp.float32)] * len(specs)).eqns[-1]
+
+
+_WHOLE, _SPLIT = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("i")
 
 
 def _find_pvary() -> list[Primitive]:
     """Finds the primitive that marks a value as varying over a mesh axis, if this JAX has one."""
-    mesh = auto_mesh([1], ["i"])
-    spec = jax.sharding.PartitionSpec
-    wrapped = jax.shard_map(
-        lambda x, y: x * y, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec("i")
-    )
-    one = jax.ShapeDtypeStruct((1,), jnp.float32)
-    inner = jax.make_jaxpr(wrapped)(one, one).eqns[-1].params["jaxpr"]
-    return [e.primitive for e in inner.eqns if e.primitive is not jax.lax.mul_p]
+    eqns = _mapped(lambda x, y: x * y, (_WHOLE, _SPLIT), _SPLIT).params["jaxpr"].eqns
+    return [e.primitive for e in eqns if e.primitive is not jax.lax.mul_p]
 
 
 def _find_sums() -> list[Primitive]:
     """Finds the sums over a mesh axis: `psum`, with and without `check_vma`, and `psum_scatter`."""
-    spec = jax.sharding.PartitionSpec
-    one = jax.ShapeDtypeStruct((1,), jnp.float32)
     found = []
     for fun, check in ((jax.lax.psum, True), (jax.lax.psum, False), (jax.lax.psum_scatter, False)):
-        mapped = jax.shard_map(
-            lambda x, fun=fun: fun(x, "i"),
-            mesh=auto_mesh([1], ["i"]),
-            in_specs=spec("i"),
-            out_specs=spec(),
-            check_vma=check,
-        )
-        found.append(jax.make_jaxpr(mapped)(one).eqns[-1].params["jaxpr"].eqns[-1].primitive)
+        eqn = _mapped(lambda x, fun=fun: fun(x, "i"), (_SPLIT,), _WHOLE, check)
+        found.append(eqn.params["jaxpr"].eqns[-1].primitive)
     return list(dict.fromkeys(found))
 
 
@@ -136,7 +125,7 @@ def _find_check_effect() -> type:
 CheckEffect = _find_check_effect()
 
 remat_p = _primitive_of(jax.checkpoint(lambda x: x * 2), _SCALAR)
-shard_map_p = _find_shard_map()
+shard_map_p = _mapped(lambda x: x, (_WHOLE,), _WHOLE).primitive
 ragged_dot_general_p = _primitive_of(
     jax.lax.ragged_dot,
     jax.ShapeDtypeStruct((1, 1), jnp.float32),
@@ -299,8 +288,9 @@ def is_same_split(sharding: Sharding, other: Any, ndim: int) -> bool:
     JAX calls the same private method on the results of partitioning rules. The public methods also
     compare devices.
     """
-    if sharding.is_fully_replicated or other.is_fully_replicated:
-        return bool(sharding.is_fully_replicated and other.is_fully_replicated)
+    whole = sharding.is_fully_replicated, other.is_fully_replicated
+    if any(whole):
+        return all(whole)
     return bool(sharding._to_xla_hlo_sharding(ndim) == other._to_xla_hlo_sharding(ndim))
 
 
@@ -332,28 +322,22 @@ def struct(
 
 
 def pallas_load(ref: Any, index: Any, mask: Any) -> jax.Array:
-    """Reads a reference at this index in a Pallas kernel, with zeros where `mask` is False.
-
-    Before JAX 0.8, `load` and `store` are functions of `pallas` itself.
-    """
-    # Imported here, as Pallas takes longer to import than this library.
-    from jax.experimental import pallas
-    from jax.experimental.pallas import triton
-
-    options: dict[str, Any] = {} if mask is None else {"mask": mask, "other": 0}
-    if hasattr(triton, "load"):
-        return triton.load(ref.at[index], **options)
-    load: Any = getattr(pallas, "load")  # noqa: B009
-    return load(ref, index, **options)
+    """Reads a reference at this index in a Pallas kernel, with zeros where `mask` is False."""
+    options = {} if mask is None else dict(mask=mask, other=0)
+    return _pallas_access("load", ref, index, **options)
 
 
 def pallas_store(ref: Any, index: Any, value: jax.Array, mask: Any) -> None:
     """Writes to a reference at this index in a Pallas kernel, except where `mask` is False."""
+    _pallas_access("store", ref, index, value, mask=mask)
+
+
+def _pallas_access(name: str, ref: Any, index: Any, *values: jax.Array, **options: Any) -> Any:
+    """Calls `load` or `store`, which are functions of `pallas` itself before JAX 0.8."""
+    # Imported here, as Pallas takes longer to import than this library.
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 
-    if hasattr(triton, "store"):
-        triton.store(ref.at[index], value, mask=mask)
-    else:
-        store: Any = getattr(pallas, "store")  # noqa: B009
-        store(ref, index, value, mask=mask)
+    if hasattr(triton, name):
+        return getattr(triton, name)(ref.at[index], *values, **options)
+    return getattr(pallas, name)(ref, index, *values, **options)

@@ -56,15 +56,22 @@ def opened(tree: Tree, is_leaf: IsLeaf = is_implicit, as_dicts: bool = False) ->
       TypeError: for a container with implicit arrays that is flat and not a mapping.
     """
     leaves, treedef, found = _search(tree, is_leaf)
-    return _with_nodes(leaves, treedef, found, is_leaf, as_dicts) if found else tree
+
+    def node_for(x: Any) -> Any:
+        if id(x) not in found:
+            return x
+        items = {key: opened(y, is_leaf, as_dicts) for key, y in found[id(x)].items()}
+        return items if as_dicts else _Opened(type(x), items)
+
+    return treedef.unflatten(map(node_for, leaves)) if found else tree
 
 
 def flatten(tree: Tree, is_leaf: IsLeaf = is_implicit) -> tuple[list[Array], TreeDef]:
     """`jax.tree.flatten` of `opened(tree)`."""
     leaves, treedef, found = _search(tree, is_leaf)
-    if not found:
-        return leaves, treedef
-    return jax.tree_util.tree_flatten(_with_nodes(leaves, treedef, found, is_leaf), is_leaf)
+    if found:
+        return jax.tree_util.tree_flatten(opened(tree, is_leaf), is_leaf)
+    return leaves, treedef
 
 
 def _search(tree: Tree, is_leaf: IsLeaf) -> tuple[list[Any], Any, dict[int, Any]]:
@@ -81,24 +88,6 @@ def _search(tree: Tree, is_leaf: IsLeaf) -> tuple[list[Any], Any, dict[int, Any]
 
     leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=stops)
     return leaves, treedef, found
-
-
-def _with_nodes(
-    leaves: list[Array],
-    treedef: TreeDef,
-    found: dict[int, Any],
-    is_leaf: IsLeaf,
-    as_dicts: bool = False,
-) -> Tree:
-    """Rebuilds the tree with `_Opened` nodes (or dicts) instead of flat mappings."""
-
-    def node_for(x: Any) -> Any:
-        if id(x) not in found:
-            return x
-        items = {key: opened(y, is_leaf, as_dicts) for key, y in found[id(x)].items()}
-        return items if as_dicts else _Opened(type(x), items)
-
-    return treedef.unflatten(map(node_for, leaves))
 
 
 def _held_flat(x: Any) -> Array:

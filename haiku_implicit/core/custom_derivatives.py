@@ -11,6 +11,7 @@ and the original function gets tangents for exactly these. So its rule gets the 
 dense program (`symbolic_zeros`), and arrays that it closes over stay constant.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,9 +26,8 @@ from jax.interpreters import ad, batching, mlir
 from haiku_implicit.core import compat, structure
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import dense_struct, flatten, is_implicit
-from haiku_implicit.core.higher_order import Operands, handles
+from haiku_implicit.core.higher_order import Operands, handles, retrace
 from haiku_implicit.core.interpreter import densify, interpret, materialize_array
-from haiku_implicit.core.retrace import retrace
 from haiku_implicit.core.typing import Array, Aval, EqnParams
 
 _REFUSED = -1
@@ -87,10 +87,13 @@ def _interpreted(
         xs = treedef.unflatten(_with(literals, arrays, values))
         return original([materialize_array(x) if is_implicit(x) else x for x in xs])
 
-    call = Call(name, run, with_rule, new.out, places)
+    starts = np.cumsum([0, *(len(jax.tree_util.tree_leaves(y)) for y in new.out)]).tolist()
+    takers = [start + i for start, i in zip(starts, places, strict=False)]
+    call = Call(name, run, with_rule, list(map(is_implicit, new.out)), takers)
     return new.rebuild(call_p.bind(*(leaves[i] for i in arrays), call=call))
 
 
+@dataclasses.dataclass(eq=False)
 class Call:
     """A call of a function with a custom rule, as functions of the arrays in its operands.
 
@@ -100,38 +103,33 @@ class Call:
       original: the function itself, whose results are dense.
       is_implicit: for each result, whether it is implicit in `run`.
       takers: for each result, the index of the leaf that takes its tangent.
+      is_still: whether the results do not have tangents.
+      jaxprs: the interpreted body, by the types of the arrays.
     """
 
-    def __init__(self, name: str, run: Any, original: Any, out: list[Array], places: list[int]):
-        self.name, self.run, self.original = name, run, original
-        self.is_implicit = list(map(is_implicit, out))
-        starts = np.cumsum([0, *(len(jax.tree_util.tree_leaves(y)) for y in out)]).tolist()
-        self.takers = [start + i for start, i in zip(starts, places, strict=False)]
-        self.is_still = False
-        self._jaxprs: dict[Any, ClosedJaxpr] = {}
+    name: str
+    run: Callable[[list[Array]], list[Array]]
+    original: Callable[[list[Array]], list[Array]]
+    is_implicit: list[bool]
+    takers: list[int]
+    is_still: bool = False
+    jaxprs: dict[Any, ClosedJaxpr] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def still(self) -> "Call":
         """This call, with results that do not have tangents."""
-        return self._with(is_still=True)
+        return dataclasses.replace(self, is_still=True)
 
     def mapped(self, **options: Any) -> "Call":
         """This call under `jax.vmap` with these options."""
         run, original = jax.vmap(self.run, **options), jax.vmap(self.original, **options)
-        return self._with(run=run, original=original, _jaxprs={})
-
-    def _with(self, **fields: Any) -> "Call":
-        """A copy with other fields, without the `still` call that the original may have made."""
-        new = object.__new__(Call)
-        new.__dict__.update(self.__dict__, **fields)
-        new.__dict__.pop("still", None)
-        return new
+        return dataclasses.replace(self, run=run, original=original, jaxprs={})
 
     def jaxpr(self, avals: tuple[Aval, ...]) -> ClosedJaxpr:
         """The interpreted body for arrays of these types."""
-        if avals not in self._jaxprs:
-            self._jaxprs[avals] = jax.make_jaxpr(self.run)(list(avals))
-        return self._jaxprs[avals]
+        if avals not in self.jaxprs:
+            self.jaxprs[avals] = jax.make_jaxpr(self.run)(list(avals))
+        return self.jaxprs[avals]
 
 
 call_p = Primitive("interpreted_call")

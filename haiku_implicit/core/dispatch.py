@@ -127,19 +127,31 @@ def _as_primitive(primitive: Primitive | str) -> Primitive:
         return primitive
     if not isinstance(primitive, str):
         raise TypeError(f"primitives: expected primitives or their names, got {primitive!r}")
-    name = primitive.removesuffix("_p")
-    for found in (
-        getattr(jax.lax, f"{name}_p", None),
-        getattr(jex_primitives, f"{name}_p", None),
-        {"remat": compat.remat_p, "checkpoint": compat.remat_p}.get(name),
-        {"shard_map": compat.shard_map_p, "pjit": jex_primitives.jit_p}.get(name),
-    ):
-        if isinstance(found, Primitive):
-            return found
+    if found := _find(primitive.removesuffix("_p")):
+        return found
     raise ValueError(
         f"primitives: no primitive is called {primitive!r} in jax.lax or "
         "jax.extend.core.primitives; pass the primitive object itself"
     )
+
+
+_NOT_IN_LAX = {
+    "remat": compat.remat_p,
+    "checkpoint": compat.remat_p,
+    "shard_map": compat.shard_map_p,
+    "pjit": jex_primitives.jit_p,
+}
+
+
+def _find(name: str) -> Primitive | None:
+    places = (getattr(place, f"{name}_p", None) for place in (jax.lax, jex_primitives))
+    found = (*places, _NOT_IN_LAX.get(name))
+    return next((p for p in found if isinstance(p, Primitive)), None)
+
+
+def named(names: str) -> list[Primitive]:
+    """The primitives with these names, separated by spaces, that the installed JAX has."""
+    return [p for p in map(_find, names.split()) if p is not None]
 
 
 def rules() -> dict[Primitive, tuple[plum.Method, ...]]:
@@ -159,7 +171,8 @@ def rules_for(
     """
     straight = tuple(range(len(types)))
     orders = [straight]
-    if primitive in COMMUTATIVE and len(types) == 2 and _may_swap(types):
+    may_swap = all(t.commute_ops for t in types if issubclass(t, ImplicitArray))
+    if primitive in COMMUTATIVE and len(types) == 2 and may_swap:
         first_is_dense = not issubclass(types[0], ImplicitArray)
         orders = [(1, 0), straight] if first_is_dense else [straight, (1, 0)]
     found = []
@@ -167,10 +180,6 @@ def rules_for(
         target = plum.Signature(*(types[i] for i in order))
         found += [(rule, order) for rule in _most_specific_first(primitive, target)]
     return tuple(found)
-
-
-def _may_swap(types: tuple[type, ...]) -> bool:
-    return all(t.commute_ops for t in types if issubclass(t, ImplicitArray))
 
 
 def _most_specific_first(primitive: Primitive, target: plum.Signature) -> list[Rule]:

@@ -21,6 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from haiku_implicit.core import containers, dispatch
 from haiku_implicit.core import materialization as events
+from haiku_implicit.core.bind import is_hashable
 from haiku_implicit.core.caches import Carried
 from haiku_implicit.core.transform import (
     Static,
@@ -204,11 +205,7 @@ def _key(static: Static) -> Any:
             key.append(leaf and (type(x), x))
         else:
             return None
-    try:
-        hash(tuple(key))
-    except TypeError:
-        return None
-    return tuple(key)
+    return tuple(key) if is_hashable(tuple(key)) else None
 
 
 def _hashes_contents(x: Any) -> bool:

@@ -27,8 +27,7 @@ def aux_field(**kwargs: Any) -> Any:
     Args:
       **kwargs: the arguments of `dataclasses.field`.
     """
-    metadata = {**kwargs.pop("metadata", {}), **STATIC}
-    return dataclasses.field(metadata=metadata, **kwargs)
+    return dataclasses.field(metadata={**kwargs.pop("metadata", {}), **STATIC}, **kwargs)
 
 
 def frozen_field(**kwargs: Any) -> Any:
@@ -37,8 +36,7 @@ def frozen_field(**kwargs: Any) -> Any:
     Args:
       **kwargs: the arguments of `dataclasses.field`.
     """
-    metadata = {**kwargs.pop("metadata", {}), **FROZEN}
-    return dataclasses.field(metadata=metadata, **kwargs)
+    return dataclasses.field(metadata={**kwargs.pop("metadata", {}), **FROZEN}, **kwargs)
 
 
 class Inferred:

@@ -1,31 +1,117 @@
 """Primitives that carry a jaxpr: for each, a function that runs it on implicit operands.
 
 Each function takes the operands (dense or implicit) and the parameters of an equation, and returns the
-list of results. It interprets the sub-jaxpr, mostly under a separate trace (`retrace`), and calls a
-public function of JAX (`jax.jit`, `jax.lax.scan`, ...) on the result. JAX's transformations, which may
-be active around the interpreter, then see an ordinary call.
+list of results. It interprets the sub-jaxpr, mostly under a separate trace that is cached by the
+structure of operands (`retrace`), and calls a public function of JAX (`jax.jit`, `jax.lax.scan`, ...)
+on the result. JAX's transformations, which may be active around the interpreter, then see an ordinary
+call.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.extend.core import primitives as jex
 
-from haiku_implicit.core import compat, structure
+from haiku_implicit.core import compat, dispatch, structure
 from haiku_implicit.core import materialization as events
 from haiku_implicit.core.array import dense_struct, flatten, is_implicit, num_batch_axes
 from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.interpreter import HIGHER_ORDER, densify, interpret
-from haiku_implicit.core.retrace import Retraced, Run, interpreted, retrace
+from haiku_implicit.core.literals import LiteralNumber, as_literal
 from haiku_implicit.core.sharding import leaf_places
 from haiku_implicit.core.typing import Array, EqnParams, Primitive, Tree
 
 Operands = list[Array]
+
+# A hashable function that is applied to the list of results.
+Transform = Callable[[list[Array]], list[Array]]
+
+Run = Callable[[list[Array], list[Array]], tuple[list[Array], Carried]]
+
+
+class Retraced(NamedTuple):
+    """A sub-jaxpr, interpreted once on the leaves of its operands.
+
+    Attributes:
+      jaxpr: the program from the leaves of the operands to the leaves of the results.
+      fun: the program as a function of leaves: one object for each program, for JAX's caches.
+      out: the results, with `jax.ShapeDtypeStruct` leaves.
+      events: the materializations in it.
+    """
+
+    jaxpr: ClosedJaxpr
+    fun: Callable[..., list[Array]]
+    out: list[Array]
+    events: Sequence[events.Event]
+
+    def rebuild(self, leaves: Sequence[Array]) -> list[Array]:
+        """Returns the results from their leaves."""
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.out), leaves)
+
+
+def retrace(
+    jaxpr: Jaxpr,
+    consts: Sequence[Array],
+    operands: Sequence[Array],
+    transform: Transform | None = None,
+) -> Retraced:
+    """Interprets a sub-jaxpr under a separate trace, cached by jaxpr and operand structure.
+
+    Args:
+      jaxpr: the sub-jaxpr.
+      consts: values of its `constvars`.
+      operands: values of its `invars`, dense or implicit. A literal of the outer program is passed on
+        as a literal, so that constants fold with it.
+      transform: a hashable function that is applied to the list of results (`structure.Coerce`).
+    """
+    run = interpreted(jaxpr, operands, transform)
+    fun = kept(jaxpr, ("jit", run), lambda: jax.jit(run))
+    # `trace` takes only structures and abstract values, so no outer tracer gets in.
+    traced = fun.trace(list(consts), list(operands))
+    out, log = traced.out_info
+    program = traced.jaxpr
+    fun = kept(jaxpr, ("fun", program), lambda: jaxpr_as_fun(program))
+    return Retraced(program, fun, out, log.value)
+
+
+def interpreted(jaxpr: Jaxpr, operands: Sequence[Array], transform: Transform | None = None) -> Run:
+    """Returns the interpreter of a jaxpr as a function `(consts, operands) -> (results, events)`.
+
+    It is one object for each jaxpr, so JAX caches its traces, by the structure and shapes of operands
+    and by JAX's settings. The events are from the trace, for `replay`.
+
+    Args:
+      jaxpr, operands, transform: as for `retrace`.
+    """
+    literals = tuple(map(as_literal, operands))
+    key = "run", literals, transform, dispatch.generation()
+    return kept(jaxpr, key, lambda: _interpreter_of(jaxpr, literals, transform))
+
+
+def _interpreter_of(
+    jaxpr: Jaxpr, literals: tuple[LiteralNumber | None, ...], transform: Transform | None
+) -> Run:
+    own = weakref.ref(jaxpr)  # `run` is cached by the jaxpr, and must not keep it alive
+
+    def run(consts: list[Array], operands: list[Array]) -> tuple[list[Array], Carried]:
+        known = [y if x is None else x.value for x, y in zip(literals, operands, strict=True)]
+        with events.recording() as log:
+            jaxpr = own()
+            assert jaxpr is not None, "a jaxpr is interpreted while an equation holds it"
+            out = interpret(jaxpr, consts, known)
+            out = out if transform is None else transform(out)
+        return out, Carried(tuple(log))
+
+    return run
+
+
+# --- primitives ----------------------------------------------------------------------------------
 
 
 def handles(*primitives: Primitive) -> Callable[[Any], Any]:

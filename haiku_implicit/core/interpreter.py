@@ -98,9 +98,7 @@ def apply(primitive: Primitive, operands: Sequence[Array], params: EqnParams) ->
         if out is not NotImplemented:
             return list(out) if primitive.multiple_results else [out]
     if primitive in HIGHER_ORDER:
-        out = HIGHER_ORDER[primitive](list(operands), params)
-        if out is not NotImplemented:
-            return out
+        return HIGHER_ORDER[primitive](list(operands), params)
     if any(is_implicit(x) and has_equivalent(type(x)) for x in operands):
         out = _call_rule(_on_equivalents, primitive, list(operands), params)
         if out is not NotImplemented:
@@ -308,9 +306,10 @@ def _materialized(x: Array) -> jax.Array:
     with jax.numpy_dtype_promotion("standard"):
         if is_nested(x):
             leaves, treedef = flatten_one_level(x)
-            rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
             with events.recording():  # `x` is reported as a whole, without its parts
-                out = call_interpreted(lambda *leaves: rebuild(leaves).materialize(), leaves)
+                out = call_interpreted(
+                    lambda *leaves: treedef.unflatten(leaves).materialize(), leaves
+                )
         else:
             out = x.materialize()
     if is_implicit(out):  # an implicit child, returned unchanged

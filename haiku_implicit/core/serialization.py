@@ -34,7 +34,7 @@ class Node(NamedTuple):
 
 
 _nodes: dict[str, Node] = {}
-_names: dict[type, str] = {}
+_exported: dict[type, Node] = {}
 _statics: dict[str, type] = {}
 # Values that are not equal to themselves, by their JSON.
 _nans: dict[str, Any] = {"NaN": np.nan}
@@ -58,8 +58,7 @@ def register_node(
     count = 1
     while name in _nodes:
         name = f"{base}#{(count := count + 1)}"
-    node = _nodes[name] = Node(name, kind, fields, build, _parts_by_jax)
-    _names[kind] = name
+    node = _nodes[name] = _exported[kind] = Node(name, kind, fields, build, _parts_by_jax)
     _add_to_checkpoints(kind, node._replace(name=base))
     export.register_pytree_node_serialization(
         kind,
@@ -144,7 +143,7 @@ def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
     is_tuple = isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
     if not is_tuple and not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise TypeError(f"register_tree_type: expected a named tuple or a dataclass, got {cls!r}")
-    if cls in _names:
+    if cls in _exported:
         raise ValueError(f"register_tree_type: {cls.__name__} is registered already, or implicit")
     if name is not None and not (isinstance(name, str) and "." in name):
         raise ValueError(f"name: expected a text like 'my_project.State', got {name!r}")
@@ -372,9 +371,9 @@ def _encode_structure(treedef: TreeDef) -> Any:
     kind, aux = about
     if kind in (type(None), tuple):
         return [kind.__name__, children]
-    if kind not in _names:
+    if kind not in _exported:
         raise TypeError(f"a tree with {kind.__name__} in it")
-    node = _nodes[_names[kind]]
+    node = _exported[kind]
     return [node.name, children, encode_node(node, aux)]
 
 
