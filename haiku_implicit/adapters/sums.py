@@ -95,17 +95,13 @@ def gather_from_sum(
     return out + primitive.bind(w.delta, ids, fill_value=fill, mode=mode, **params)
 
 
-@primitive_handler(["slice", "dynamic_slice", "transpose"])
+@primitive_handler(["slice", "dynamic_slice", "transpose", "split"])
 def rearrange_sum(primitive: Primitive, w: Sum, *others: jax.Array, **params: EqnParam) -> Result:
-    """Slices or transposes both terms."""
-    return _sum_of(w, *(primitive.bind(x, *others, **params) for x in (w.w, w.delta)))
-
-
-@primitive_handler("split")
-def split_sum(primitive: Primitive, w: Sum, **params: EqnParam) -> list[Array]:
-    """Splits both terms."""
-    parts = (primitive.bind(x, **params) for x in (w.w, w.delta))
-    return [_sum_of(w, *pair) for pair in zip(*parts, strict=True)]
+    """Slices, transposes or splits both terms."""
+    terms = [primitive.bind(x, *others, **params) for x in (w.w, w.delta)]
+    if primitive.multiple_results:
+        return [_sum_of(w, *parts) for parts in zip(*terms, strict=True)]
+    return _sum_of(w, *terms)
 
 
 @primitive_handler("reduce_sum")

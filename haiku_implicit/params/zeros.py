@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Params
 from haiku_implicit.params.trees import trees
-from haiku_implicit.params.trees.options import zeros_for
 
 
 def zero_params(
@@ -30,4 +30,5 @@ def zero_params(
       {'linear': {'b': Zeros(float32[3])}}
     """
     choice = trees.Choice(targets, exclude, missing_ok)
-    return trees.replace_targets(params, choice, trees.Edit(lambda p: zeros_for(p.value)))
+    edit = trees.Edit(lambda p: Zeros(shape=tuple(p.value.shape), dtype=p.value.dtype))
+    return trees.replace_targets(params, choice, edit)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from haiku_implicit.arrays.adapter import Adapter, method_named, method_names
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit
 from haiku_implicit.core.keys import KeySource, as_key_source
-from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets, compiled, no_match
-from haiku_implicit.core.typing import Array, Key, Params
+from haiku_implicit.core.typing import Array, Key, Params, Tree
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
+from haiku_implicit.params.trees.one_by_one import is_news
 from haiku_implicit.params.trees.options import Room, check_matrix
 from haiku_implicit.params.trees.selection import describe, errors_name, stacked_axes
-from haiku_implicit.params.trees.warnings import LargeAdapters
 
 
 def add_lora(
@@ -155,7 +157,7 @@ def add_adapter(
     if callable(key) and shares:
         raise ValueError(f"method {name!r}: all weights share one key; give key= a key or a seed")
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
-    large = LargeAdapters()
+    large: list[str] = []
 
     def room_of(path: str, shape: tuple[int, ...]) -> int:
         return kind.room(shape[stacked_axes(path) :], **of_weight(path))
@@ -166,17 +168,19 @@ def add_adapter(
         own_key = key if kind.one_key else parameter.key_from(key)
         with errors_name(path, value):
             own = kind.options_for(path, len(value.shape) - stacked, of_weight(path))
-            return large.see(parameter, _created(kind, value, own_key, own))
+            new = _created(kind, value, own_key, own)
+        large.extend(_if_large(parameter, new))
+        return new
 
     room = Room(lambda path: of_weight(path).get("rank", 1), room_of)
     parameters = trees.parameters_of(params)
-    marks = trees.marks_of(parameters, choice, room.takes, room.wanted)
+    marks = trees.marks_of(parameters, choice, room)
     paths = [p.path for p, marked in zip(parameters, marks, strict=True) if marked]
     if not choice.may_be_empty:
         _check_patterns(patterns or {}, paths)
-    new = trees.replace_marked(params, marks, made, choice.matrix_axes)
-    large.warn()
-    trees.warn_of_others(parameters, choice, room.leaves, room.told)
+    new = trees.map_marked(params, marks, trees.on_matrix(made, matrix_axes))
+    _warn_of_large(large)
+    trees.warn_of_others(parameters, choice, room)
     return kind.with_shared(new, key, **options)
 
 
@@ -221,7 +225,7 @@ def _kind_of(method: Any) -> tuple[Any, str]:
     return method, method.__name__
 
 
-def _created(kind: Any, value: Array, key: KeySource, options: Mapping[str, Any]) -> Array:
+def _created(kind: Any, value: Array, key: KeySource, options: Mapping[str, Any]) -> Adapter:
     """A weight with an adapter; raises if `create` of its type makes anything else."""
     new = kind.create(value, key, **options)
     if not isinstance(new, Adapter) or tuple(new.shape) != tuple(value.shape):
@@ -230,6 +234,33 @@ def _created(kind: Any, value: Array, key: KeySource, options: Mapping[str, Any]
             f"got {describe(new) if hasattr(new, 'shape') else type(new).__name__}"
         )
     return new
+
+
+def _if_large(parameter: trees.Parameter, new: Adapter) -> Iterator[str]:
+    """The description of an adapter that has more numbers than its weight.
+
+    A weight of more than two axes is a stack of matrices, each with its own adapter. If these matrices
+    are small, as in attention's weights `[inputs, heads, width]`, the adapters are larger than the
+    weight.
+    """
+    size, added = math.prod(parameter.value.shape), _numbers(new) - _numbers(new.w)
+    if len(parameter.value.shape) - parameter.stacked > 2 and added > size:
+        about = f"{describe(parameter.value)}: {added:,} numbers for {size:,}"
+        yield f"{parameter.path} ({about})"
+
+
+def _numbers(tree: Tree) -> int:
+    return sum(math.prod(np.shape(x)) for x in jax.tree.leaves(tree))
+
+
+def _warn_of_large(found: list[str]) -> None:
+    if found and is_news("large"):
+        warn_caller(
+            f"an adapter has more numbers than its weight: {shown(found)}. A weight of more than "
+            "two axes counts as a stack of matrices [..., n, m] with an adapter each. matrix_axes= "
+            "says which axes make one matrix, such as {'.*/query/w': ([-3], [-2, -1])} for "
+            "[inputs, heads, width]; a smaller rank= or exclude= helps, too"
+        )
 
 
 def options_of(method: Any) -> dict[str, bool] | None:

@@ -9,6 +9,7 @@ import jax
 
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_no_half, check_values, is_implicit
+from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import (
     Predicate,
     Targets,
@@ -18,8 +19,8 @@ from haiku_implicit.core.predicates import (
 )
 from haiku_implicit.core.typing import Array, Params, Tree
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf, check_given, open_matrix
-from haiku_implicit.params.trees.one_by_one import is_one_of_many
-from haiku_implicit.params.trees.options import QuantizeOptions, Room
+from haiku_implicit.params.trees.one_by_one import is_news, is_one_of_many
+from haiku_implicit.params.trees.options import QuantizeOptions, Room, named
 from haiku_implicit.params.trees.selection import (
     Parameter,
     describe,
@@ -29,7 +30,6 @@ from haiku_implicit.params.trees.selection import (
     is_dense_matrix,
     is_weight,
 )
-from haiku_implicit.params.trees.warnings import Text, warn_of_left_out
 from haiku_implicit.quantized.products.rules import (
     OP_NAMES,
     QuantRule,
@@ -106,20 +106,6 @@ def none_of(function: str, kind: str, params: Params) -> ValueError:
         "ordinary arrays. Use jax.value_and_grad with respect to the first part that hki.partition "
         "returns, and hki.combine both parts in the loss"
     )
-
-
-def replace_marked(
-    params: Params,
-    marks: Sequence[bool],
-    make: Callable[[Parameter], Array],
-    given: MatrixAxesOf | None = None,
-) -> Params:
-    """Replaces each marked parameter of a tree, or the matrix of a view, by `make(parameter)`.
-
-    Args:
-      given: as for `on_matrix`.
-    """
-    return map_marked(params, marks, on_matrix(make, given))
 
 
 def map_marked(params: Params, marks: Sequence[bool], make: Callable[[Parameter], Array]) -> Params:
@@ -216,14 +202,19 @@ class Edit(NamedTuple):
     warn: Callable[[Sequence[Parameter], Choice], None] | None = None
 
 
-def of_weights(make: Callable[[Parameter], Array], default: Room | QuantizeOptions) -> Edit:
-    """An edit of weights, which warns of the weights that the default leaves out."""
-    return Edit(
-        make,
-        default.takes,
-        functools.partial(nothing_chosen, wanted=default.wanted),
-        warn=functools.partial(warn_of_others, leaves=default.leaves, told=default.told),
-    )
+# The default targets of an edit of weights: those that suit it, and that fit its options.
+Weights = Room | QuantizeOptions
+
+
+def _takes(default: Weights) -> Predicate:
+    return lambda *of: default.suits(*of) and default.fits(*of)
+
+
+def of_weights(make: Callable[[Parameter], Array], default: Weights) -> Edit:
+    """An edit of weights, which warns of the weights that do not fit the options."""
+    nothing = functools.partial(nothing_chosen, wanted=default.wanted)
+    warn = functools.partial(warn_of_others, default=default)
+    return Edit(make, _takes(default), nothing, warn=warn)
 
 
 def replace_targets(params: Params, choice: Choice, edit: Edit) -> Params:
@@ -235,26 +226,17 @@ def replace_targets(params: Params, choice: Choice, edit: Edit) -> Params:
         marks = [marked and edit.fits(choice.opened(p)) for p, marked in pairs]
     if not any(marks) and not choice.may_be_empty:
         raise (edit.nothing or nothing_chosen)(parameters, choice)
-    new = replace_marked(params, marks, edit.make, choice.matrix_axes)
+    new = map_marked(params, marks, on_matrix(edit.make, choice.matrix_axes))
     if edit.warn is not None:
         edit.warn(parameters, choice)
     return new
 
 
-def marks_of(
-    parameters: Sequence[Parameter], choice: Choice, takes: Predicate, wanted: str
-) -> list[bool]:
-    """Whether each parameter is a target. At least one has to be, unless `choice` allows none.
-
-    Args:
-      parameters: the parameters of a tree.
-      choice: the choice of targets among them.
-      takes: the default targets.
-      wanted: the default targets in words, for errors.
-    """
-    marks = choice.marks(parameters, in_tree(takes))
+def marks_of(parameters: Sequence[Parameter], choice: Choice, default: Weights) -> list[bool]:
+    """Whether each parameter is a target. At least one has to be, unless `choice` allows none."""
+    marks = choice.marks(parameters, in_tree(_takes(default)))
     if not any(marks) and not choice.may_be_empty:
-        raise nothing_chosen(parameters, choice, wanted)
+        raise nothing_chosen(parameters, choice, default.wanted)
     return marks
 
 
@@ -269,23 +251,25 @@ def nothing_chosen(parameters: Sequence[Parameter], choice: Choice, wanted: str 
 
 
 def warn_of_others(
-    parameters: Sequence[Parameter],
-    choice: Choice,
-    leaves: Predicate = lambda *_: False,
-    told: Text | None = None,
+    parameters: Sequence[Parameter], choice: Choice, default: Weights | None = None
 ) -> None:
-    """Warns of the weights that `targets=None` leaves out, unless `exclude` names them.
+    """Warns once of the weights that `targets=None` leaves out, unless `exclude` names them.
 
-    Args:
-      parameters: the parameters of a tree.
-      choice: the choice of targets among them.
-      leaves: the weights that do not fit.
-      told: the warning about these. Another sentence names complex weights.
+    These are complex weights, and weights that do not fit the options of the default.
     """
-    if choice.targets is None:
-        lenient = choice._replace(missing_ok=True)
-        left, others = (lenient.chosen(parameters, f) for f in (leaves, is_complex_weight))
-        warn_of_left_out(left, others, told)
+    if choice.targets is not None:
+        return
+    lenient, sentences = choice._replace(missing_ok=True), []
+    if default is not None:
+        left = lenient.chosen(parameters, lambda *p: default.suits(*p) and not default.fits(*p))
+        if left and is_news(type(default).__name__):
+            sentences.append(default.told(left))
+    of_complex = lenient.chosen(parameters, is_complex_weight)
+    if of_complex and is_news("complex"):
+        names = named(of_complex)
+        sentences.append(f"complex weights are not supported, and stay as they are: {names}")
+    if sentences:
+        warn_caller(". ".join(sentences))
 
 
 def _check_not_done(parameters: Sequence[Parameter]) -> None:
