@@ -16,8 +16,8 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, Params
+from haiku_implicit.params.edits import quantize_params
 from haiku_implicit.params.quantizing.calibrated import arguments_of
-from haiku_implicit.params.quantizing.edits import quantize_params
 from haiku_implicit.params.summary import text_table
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
@@ -176,12 +176,11 @@ def sensitivity(
     if not given or not options:
         raise ValueError(f"expected batches and options, got {len(given)} and {len(options)}")
     choice: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
-    trees_of = {name: quantize_params(params, **choice, **own) for name, own in options.items()}
     stored = {
-        name: {p.path: p.value for p in trees.parameters_of(tree)}
-        for name, tree in trees_of.items()
+        name: trees.values_of(quantize_params(params, **choice, **own))
+        for name, own in options.items()
     }
-    dense = {p.path: p.value for p in trees.parameters_of(params)}
+    dense = trees.values_of(params)
     paths = [path for path in dense if any(is_implicit(own[path]) for own in stored.values())]
     errors = _errors(apply, params, given, stored, paths)
     rows = [

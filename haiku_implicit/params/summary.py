@@ -257,7 +257,7 @@ def compare_params(
       >>> found.rows[0].kinds, 0.1 < found.rows[0].relative < 0.2
       (('dense', 'QuantizedMatrix int4'), True)
     """
-    one, two = ({p.path: p.value for p in trees.parameters_of(t)} for t in (first, second))
+    one, two = trees.values_of(first), trees.values_of(second)
     both = [path for path in one if path in two]
     with progress.bar("comparing", len(both)) as run:
         rows = tuple(run(path, _error_of, path, one[path], two[path]) for path in both)

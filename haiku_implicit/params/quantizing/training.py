@@ -20,9 +20,7 @@ from haiku_implicit.params.quantizing.stats import fixed_stats, takes_stats
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.infer_axes import axes_of_use, uses_of
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf, open_matrix
-from haiku_implicit.params.trees.selection import (
-    errors_name,
-)
+from haiku_implicit.params.trees.selection import errors_name
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.numbers.ranges import ScaledAxes

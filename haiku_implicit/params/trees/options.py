@@ -13,13 +13,8 @@ from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.messages import shown
 from haiku_implicit.core.predicates import path_of
 from haiku_implicit.core.typing import Array, DType
-from haiku_implicit.params.trees.selection import (
-    Parameter,
-    describe,
-    errors_name,
-    is_matrix,
-    is_weight,
-)
+from haiku_implicit.params.trees import selection
+from haiku_implicit.params.trees.selection import Parameter
 from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
 from haiku_implicit.quantized.numbers.formats import RECIPES
 from haiku_implicit.quantized.numbers.options import is_positive_integer
@@ -42,7 +37,7 @@ class Room(NamedTuple):
     def suits(self, module_name: str, name: str, value: Array) -> bool:
         """Whether a parameter is a dense or quantized weight."""
         held = isinstance(value, QuantizedMatrix | ScaledMatrix) or not is_implicit(value)
-        return held and is_weight(module_name, name, value)
+        return held and selection.is_weight(module_name, name, value)
 
     def fits(self, module_name: str, name: str, value: Array) -> bool:
         """Whether a weight has room for its rank."""
@@ -130,7 +125,7 @@ class QuantizeOptions:
         An axis of length one (a depthwise kernel `[h, w, 1, m]`) would give a scale to each number.
         """
         inner = value.w if isinstance(value, LoRA) else value
-        dense = is_weight(module_name, name, value) and not is_implicit(inner)
+        dense = selection.is_weight(module_name, name, value) and not is_implicit(inner)
         return dense and value.shape[self.axis] > 1
 
     @property
@@ -192,10 +187,10 @@ class QuantizeOptions:
         check_matrix(path, value, "quantization", stacked)
         if is_implicit(value):
             raise ValueError(
-                f"{path}: this is {describe(value)}, and only a dense parameter (or the dense w of "
-                "LoRA) can be quantized. Leave it out by targets=, or materialize it first"
+                f"{path}: this is {selection.describe(value)}, and only a dense parameter (or the "
+                "dense w of LoRA) can be quantized. Leave it out by targets=, or materialize it first"
             )
-        with errors_name(path, value):
+        with selection.errors_name(path, value):
             return self.quantize(value)
 
 
@@ -205,11 +200,11 @@ def check_matrix(path: str, value: Array, what: str, stacked: int = 0) -> None:
     Args:
       stacked: how many of its leading axes stack layers: a stack of biases is not a matrix.
     """
-    if not is_matrix(value) or len(value.shape) - stacked < 2:
+    if not selection.is_matrix(value) or len(value.shape) - stacked < 2:
         axes = "two axes besides that of stacked layers" if stacked else "two axes"
         raise ValueError(
             f"{path}: {what} needs a floating-point parameter of at least {axes}, but this one is "
-            f"{describe(value)}. Leave it out by targets="
+            f"{selection.describe(value)}. Leave it out by targets="
         )
 
 
@@ -227,7 +222,7 @@ def checked_group_size(size: Any) -> GroupSize:
 
 def named(left: Sequence[Parameter]) -> str:
     """The paths, dtypes and shapes of some parameters."""
-    return shown([f"{p.path} ({describe(p.value)})" for p in left])
+    return shown([f"{p.path} ({selection.describe(p.value)})" for p in left])
 
 
 def _of_many_axes(left: Sequence[Parameter]) -> bool:

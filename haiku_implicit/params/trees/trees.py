@@ -10,26 +10,13 @@ import jax
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_no_half, check_values, is_implicit
 from haiku_implicit.core.messages import warn_caller
-from haiku_implicit.core.predicates import (
-    Predicate,
-    Targets,
-    check_paths,
-    no_match,
-    predicate_of,
-)
+from haiku_implicit.core.predicates import Predicate, Targets, check_paths, no_match, predicate_of
 from haiku_implicit.core.typing import Array, Params, Tree
+from haiku_implicit.params.trees import selection
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf, check_given, open_matrix
 from haiku_implicit.params.trees.one_by_one import is_news, is_one_of_many
 from haiku_implicit.params.trees.options import QuantizeOptions, Room, named
-from haiku_implicit.params.trees.selection import (
-    Parameter,
-    describe,
-    errors_name,
-    in_tree,
-    is_complex_weight,
-    is_dense_matrix,
-    is_weight,
-)
+from haiku_implicit.params.trees.selection import Parameter
 from haiku_implicit.quantized.products.rules import (
     OP_NAMES,
     QuantRule,
@@ -74,6 +61,11 @@ def parameters_of(tree: Tree) -> list[Parameter]:
     return found
 
 
+def values_of(tree: Tree) -> dict[str, Any]:
+    """The arrays of a tree by their paths, `module/name`."""
+    return {p.path: p.value for p in parameters_of(tree)}
+
+
 def on_matrix(
     make: Callable[[Parameter], Array], given: MatrixAxesOf | None = None
 ) -> Callable[[Parameter], Array]:
@@ -99,7 +91,7 @@ def map_matrices(fun: Callable[[Parameter], Array], tree: Tree) -> Params:
 
 def none_of(function: str, kind: str, params: Params) -> ValueError:
     """The error of a function that finds no weights of its type, as in a wrapped function."""
-    found = ", ".join(f"{p.path} {describe(p.value)}" for p in parameters_of(params)[:4])
+    found = ", ".join(f"{p.path} {selection.describe(p.value)}" for p in parameters_of(params)[:4])
     return ValueError(
         f"{function}: expected parameters with {kind}, and there are none in: {found}. If there were "
         "before the call: within hki.value_and_grad, hki.grad and hki.use_implicit_args they are "
@@ -148,14 +140,9 @@ class Choice(NamedTuple):
         opened = open_matrix(parameter.path, value, self.matrix_axes)
         return parameter._replace(value=opened.matrix, is_matrix=opened.axes is not None)
 
-    def predicate(self, default: Predicate | None) -> Predicate:
-        """The predicate of `targets`; if it is None, the default, applied to matrices."""
-        of_matrix = default and (lambda *of: default(*self.opened(Parameter(*of))[:3]))
-        return predicate_of("targets", self.targets, of_matrix)
-
     def chosen(self, parameters: Sequence[Parameter], default: Predicate) -> list[Parameter]:
         """The chosen ones of some parameters, opened; `default` is of weights without stacked axes."""
-        marks = self.marks(parameters, in_tree(default))
+        marks = self.marks(parameters, selection.in_tree(default))
         return [self.opened(p) for p in itertools.compress(parameters, marks)]
 
     def marks(self, parameters: Sequence[Parameter], default: Predicate | None) -> list[bool]:
@@ -170,7 +157,8 @@ class Choice(NamedTuple):
             check_given(self.matrix_axes, paths)
             check_paths("targets", self.targets, paths)
             check_paths("exclude", self.exclude, paths)
-        chosen = self.predicate(default)
+        of_matrix = default and (lambda *of: default(*self.opened(Parameter(*of))[:3]))
+        chosen = predicate_of("targets", self.targets, of_matrix)
         excluded = predicate_of("exclude", self.exclude, lambda *_: False)
         wanted, out = ([bool(f(*p[:3])) for p in parameters] for f in (chosen, excluded))
         if self.exclude not in (None, False) and not any(out) and not self.may_be_empty:
@@ -220,7 +208,7 @@ def of_weights(make: Callable[[Parameter], Array], default: Weights) -> Edit:
 def replace_targets(params: Params, choice: Choice, edit: Edit) -> Params:
     """Replaces each target in a tree. At least one has to be there, unless `choice` allows none."""
     parameters = parameters_of(params)
-    marks = choice.marks(parameters, edit.takes and in_tree(edit.takes))
+    marks = choice.marks(parameters, edit.takes and selection.in_tree(edit.takes))
     if edit.fits is not None:
         pairs = zip(parameters, marks, strict=True)
         marks = [marked and edit.fits(choice.opened(p)) for p, marked in pairs]
@@ -234,7 +222,7 @@ def replace_targets(params: Params, choice: Choice, edit: Edit) -> Params:
 
 def marks_of(parameters: Sequence[Parameter], choice: Choice, default: Weights) -> list[bool]:
     """Whether each parameter is a target. At least one has to be, unless `choice` allows none."""
-    marks = choice.marks(parameters, in_tree(_takes(default)))
+    marks = choice.marks(parameters, selection.in_tree(_takes(default)))
     if not any(marks) and not choice.may_be_empty:
         raise nothing_chosen(parameters, choice, default.wanted)
     return marks
@@ -242,7 +230,7 @@ def marks_of(parameters: Sequence[Parameter], choice: Choice, default: Weights) 
 
 def nothing_chosen(parameters: Sequence[Parameter], choice: Choice, wanted: str = "") -> ValueError:
     """The error for targets that choose nothing; raises if all weights are implicit already."""
-    number = sum(is_complex_weight(*p[:3]) for p in parameters)
+    number = sum(selection.is_complex_weight(*p[:3]) for p in parameters)
     if choice.targets is None:
         _check_not_done(parameters)
         if number:
@@ -264,7 +252,7 @@ def warn_of_others(
         left = lenient.chosen(parameters, lambda *p: default.suits(*p) and not default.fits(*p))
         if left and is_news(type(default).__name__):
             sentences.append(default.told(left))
-    of_complex = lenient.chosen(parameters, is_complex_weight)
+    of_complex = lenient.chosen(parameters, selection.is_complex_weight)
     if of_complex and is_news("complex"):
         names = named(of_complex)
         sentences.append(f"complex weights are not supported, and stay as they are: {names}")
@@ -274,13 +262,15 @@ def warn_of_others(
 
 def _check_not_done(parameters: Sequence[Parameter]) -> None:
     """Raises if all weights are implicit already, as in a second call."""
-    done = [p for p in parameters if is_implicit(p.value) and is_weight(*p[:3])]
-    if done and not any(is_weight(*p[:3]) for p in parameters if not is_implicit(p.value)):
+    done = [p for p in parameters if is_implicit(p.value) and selection.is_weight(*p[:3])]
+    if done and not any(
+        selection.is_weight(*p[:3]) for p in parameters if not is_implicit(p.value)
+    ):
         first = done[0]
         raise ValueError(
             f"targets: all {len(done)} weights are implicit already; {first.path} is "
-            f"{describe(first.value)}. merge_lora and dequantize_params make them dense; targets= "
-            "names those of other types that are to be changed"
+            f"{selection.describe(first.value)}. merge_lora and dequantize_params make them dense; "
+            "targets= names those of other types that are to be changed"
         )
 
 
@@ -344,15 +334,19 @@ def by_rules(
     """
 
     def fits(parameter: Parameter) -> bool:
-        with errors_name(parameter.path, parameter.value):
-            return is_dense_matrix(parameter.value) and bool(decide(rules, parameter))
+        with selection.errors_name(parameter.path, parameter.value):
+            return selection.is_dense_matrix(parameter.value) and bool(decide(rules, parameter))
 
     def made(parameter: Parameter) -> Array:
-        with errors_name(parameter.path, parameter.value):
+        with selection.errors_name(parameter.path, parameter.value):
             return make(parameter, decide(rules, parameter))
 
     def weights(parameters: Sequence[Parameter], choice: Choice) -> list[Parameter]:
-        return [p for p in choice.chosen(parameters, is_weight) if is_dense_matrix(p.value)]
+        return [
+            p
+            for p in choice.chosen(parameters, selection.is_weight)
+            if selection.is_dense_matrix(p.value)
+        ]
 
     def nothing(parameters: Sequence[Parameter], choice: Choice) -> ValueError:
         return _no_weights(rules, parameters, weights(parameters, choice))
@@ -363,7 +357,7 @@ def by_rules(
         if any(map(fits, found)) and not is_one_of_many():
             warn_of_unused(rules, [p.module_name for p in found])
 
-    return Edit(made, is_weight, nothing, fits, warn)
+    return Edit(made, selection.is_weight, nothing, fits, warn)
 
 
 def _no_weights(
@@ -372,7 +366,7 @@ def _no_weights(
     """The error for rules that quantize no weight; raises if all weights are implicit already."""
     if not weights:
         _check_not_done(parameters)
-    number = sum(is_complex_weight(*p[:3]) for p in parameters)
+    number = sum(selection.is_complex_weight(*p[:3]) for p in parameters)
     of_complex = f" ({number} complex weights are not supported)" if number else ""
     patterns = ", ".join(repr(rule.module_path) for rule in rules)
     modules = sorted({p.module_name for p in weights})
