@@ -4,11 +4,12 @@ from haiku_implicit.adapters.dora import DoRA
 from haiku_implicit.adapters.dropout import InputDropout
 from haiku_implicit.adapters.ia3 import IA3
 from haiku_implicit.adapters.locon import LoCon
+from haiku_implicit.adapters.loha import LoHa
+from haiku_implicit.adapters.lokr import LoKr
 from haiku_implicit.adapters.low_rank_diagonal import LowRankDiagonal
 from haiku_implicit.adapters.oft import BOFT, OFT
 from haiku_implicit.adapters.operators import BlockDiagonal, Diagonal, Kronecker, Operator
 from haiku_implicit.adapters.places import Fourier, FourierFT, SHiRA, Sparse
-from haiku_implicit.adapters.product_corrections import LoHa, LoKr
 from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.adapters.trained_rows import TrainedRows

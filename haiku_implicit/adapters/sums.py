@@ -80,19 +80,12 @@ def convolve_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
 
 
 @primitive_handler("gather")
-def gather_from_sum(
-    primitive: Primitive,
-    w: Sum,
-    ids: jax.Array,
-    *,
-    fill_value: EqnParam,
-    mode: EqnParam,
-    **params: EqnParam,
-) -> jax.Array:
+def gather_from_sum(primitive: Primitive, w: Sum, ids: jax.Array, **params: EqnParam) -> jax.Array:
     """Gathers from both terms and adds the results; only the first is filled out of bounds."""
-    out = primitive.bind(w.w, ids, fill_value=fill_value, mode=mode, **params)
-    fill = 0 if mode == jax.lax.GatherScatterMode.FILL_OR_DROP else fill_value
-    return out + primitive.bind(w.delta, ids, fill_value=fill, mode=mode, **params)
+    out = primitive.bind(w.w, ids, **params)
+    if params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP:
+        params["fill_value"] = 0
+    return out + primitive.bind(w.delta, ids, **params)
 
 
 @primitive_handler(["slice", "dynamic_slice", "transpose", "split"])

@@ -1,7 +1,6 @@
 """`haiku-implicit convert`: converts other libraries' files to this library's files, and back."""
 
 import functools
-import json
 import os
 from typing import Any
 
@@ -10,7 +9,6 @@ from absl import flags
 from haiku_implicit.command_line import program
 from haiku_implicit.files.file_types import kind_of
 from haiku_implicit.files.loading import load, open_checkpoint
-from haiku_implicit.files.replacing import checked_target
 from haiku_implicit.files.saving import save
 from haiku_implicit.interchange.gguf_reading import load_gguf
 from haiku_implicit.interchange.gguf_writing import save_gguf
@@ -58,7 +56,7 @@ def convert(values: flags.FlagValues, source: str, target: str) -> program.Said:
         return _to_gguf(values, source, target)
     _check_unused(values, "a TARGET that ends in .gguf", "metadata_from", "kind")
     kind = _kind_of(source)
-    program.check_target(values, target, folder=kind == "adapter")
+    program.check_target(values, target, "folder" if kind == "adapter" else "safetensors")
     names = read_names(values.names)
     if kind in ("peft", "adapter"):
         _check_unused(values, "models, and this is an adapter", "dequantize", "like", "key")
@@ -87,10 +85,11 @@ def _to_gguf(values: flags.FlagValues, source: str, target: str) -> program.Said
             "--metadata_from=FILE.gguf is missing: a GGUF file of the same model, for its metadata and "
             "the names of its tensors. haiku_implicit.save_gguf takes other metadata"
         )
-    checked_target(target)
-    program.check_there(values, target)
+    program.check_target(values, target, "gguf")
     params, names = program.read(values, source), read_names(values.names)
-    kind = _kinds(values.kind)
+    kind: Any = values.kind.split(",") if values.kind else None
+    if values.kind and values.kind.lstrip().startswith("{"):
+        kind = program.json_in(values, "kind")
     save_gguf(target, params, names, kind=kind, metadata_from=values.metadata_from)
     nbytes = os.path.getsize(target)
     count = len(parameters_of(params))
@@ -98,16 +97,6 @@ def _to_gguf(values: flags.FlagValues, source: str, target: str) -> program.Said
         {"target": target, "from": "saved", "parameters": count, "nbytes": nbytes},
         f"{target}: {count} parameters, {nbytes:,} bytes",
     )
-
-
-def _kinds(given: str | None) -> Any:
-    """Parses --kind to the argument of `save_gguf`."""
-    if given is None or not given.lstrip().startswith("{"):
-        return given.split(",") if given else None
-    try:
-        return json.loads(given)
-    except ValueError as e:
-        raise program.UsageError(f"--kind: not JSON: {e}") from e
 
 
 def _kind_of(source: str) -> str:

@@ -9,7 +9,6 @@ haiku-implicit convert model.gguf model.safetensors --names=names.json
 """
 
 import functools
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,10 +101,7 @@ def _with_parts_apart(tree: Tree) -> Tree:
 
 def _object(values: flags.FlagValues, name: str) -> dict[str, Any]:
     """The value of a flag that is a JSON object."""
-    try:
-        found = json.loads(str(values[name].value))
-    except ValueError as e:
-        raise program.UsageError(f"--{name}: not JSON: {e}") from e
+    found = program.json_in(values, name)
     if not isinstance(found, dict):
         raise program.UsageError(f"--{name}: expected a JSON object, got {values[name].value!r}")
     return found

@@ -240,33 +240,36 @@ def _said(message: str, code: int) -> int:
     return code
 
 
-def check_target(values: flags.FlagValues, target: str, *, folder: bool = False) -> None:
+def check_target(values: flags.FlagValues, target: str, kind: str = "safetensors") -> None:
     """Checks, before any work, that a target can be written and does not exist yet.
 
     Args:
       values: the flags, with `--overwrite`.
-      target: the safetensors file.
-      folder: whether it is a folder instead.
+      target: the file or folder.
+      kind: what is written: 'safetensors', 'gguf', or a 'folder'.
 
     Raises:
       UsageError: if it exists, and `--overwrite` is not given; for the name of another kind of file.
       OSError: if its folder is missing.
     """
     suffix = os.path.splitext(target)[1].lower()
-    if suffix in _OTHERS and not folder:
+    if suffix in _OTHERS and kind == "safetensors":
         raise UsageError(
             f"{target}: what is written is a file of safetensors, and {suffix} is the name of another "
             "kind. `haiku-implicit convert` writes GGUF"
         )
-    if not folder:
+    if kind != "folder":
         checked_target(target)
-    check_there(values, target)
-
-
-def check_there(values: flags.FlagValues, target: str) -> None:
-    """Raises a `UsageError` if a target exists, and `--overwrite` is not given."""
     if os.path.exists(target) and not values.overwrite:
         raise UsageError(f"{target} is there already; --overwrite writes over it")
+
+
+def json_in(values: flags.FlagValues, name: str) -> Any:
+    """The value of a flag whose text is JSON."""
+    try:
+        return json.loads(str(values[name].value))
+    except ValueError as e:
+        raise UsageError(f"--{name}: not JSON: {e}") from e
 
 
 def part_of(tree: Tree, values: flags.FlagValues, path: str) -> Tree:

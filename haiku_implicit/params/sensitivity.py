@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -216,6 +215,9 @@ def _errors(
         change = sum(jnp.square(y - x).sum() for x, y in wide)
         return change, sum(jnp.square(x).sum() for x, _ in wide)
 
+    def sums_of(rounded: Mapping[str, Any], index: int) -> list[Any]:
+        return [squares(params, rounded, index, batch) for batch in batches]
+
     found: dict[tuple[str, str], float] = {}
     with progress.bar("weights", len(stored) * len(paths)) as run:
         for name, own in stored.items():
@@ -226,10 +228,7 @@ def _errors(
             for i, path in enumerate(paths):
                 if not is_implicit(own[path]):
                     continue
-                of_batches = [
-                    functools.partial(squares, params, rounded, i, batch) for batch in batches
-                ]
-                sums = run(path, lambda parts: [part() for part in parts], of_batches)
+                sums = run(path, sums_of, rounded, i)
                 change, size = (float(sum(column)) for column in zip(*sums, strict=True))
                 found[path, name] = math.sqrt(change / size) if size else math.inf
     return found

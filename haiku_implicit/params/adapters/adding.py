@@ -24,6 +24,9 @@ from haiku_implicit.params.trees.one_by_one import is_news
 from haiku_implicit.params.trees.options import Room, check_matrix
 from haiku_implicit.params.trees.selection import describe, errors_name, stacked_axes
 
+# Options of weights, by patterns of their paths.
+Patterns = Mapping[str, Mapping[str, Any]]
+
 
 def add_lora(
     params: Params,
@@ -107,7 +110,7 @@ def add_adapter(
     exclude: Targets | None = None,
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
-    patterns: Mapping[str, Mapping[str, Any]] | None = None,
+    patterns: Patterns | None = None,
     **options: Any,
 ) -> Params:
     """Adds adapters of a type to weights of a tree of parameters, including quantized weights.
@@ -277,7 +280,7 @@ def options_of(method: Any) -> dict[str, bool] | None:
 
 
 def _options_of(
-    kind: Any, name: str, options: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
+    kind: Any, name: str, options: Mapping[str, Any], patterns: Patterns
 ) -> Callable[[str], dict[str, Any]]:
     """Returns the options of a weight by its path; raises for unknown or missing options."""
     known = options_of(kind)
@@ -300,9 +303,7 @@ def _options_of(
     return of_weight
 
 
-def checked_patterns(
-    patterns: Mapping[str, Mapping[str, Any]],
-) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
+def checked_patterns(patterns: Patterns) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
     """The argument `patterns` with compiled expressions; raises if it has another type."""
     example = "such as {'.*/mlp/.*': {'rank': 4}}"
     if not isinstance(patterns, Mapping):

@@ -151,11 +151,9 @@ def _bases_of(adapters: Sequence[AdapterParts]) -> tuple[tuple[str, str], ...]:
 def _joined(parts: Sequence[tuple[LoRA, float]]) -> LoRA:
     """The exact sum, with the factors side by side."""
     first = parts[0][0]
-    scaled = []
-    for lora, weight in parts:
-        scale = jnp.asarray(weight * lora.scale, lora.a.dtype)
-        scaled.append(lora.a * (scale[..., None, None] if scale.ndim else scale))
-    a = jnp.concatenate(scaled, -1)
+    scales = [jnp.asarray(weight * lora.scale, lora.a.dtype) for lora, weight in parts]
+    own = zip(parts, scales, strict=True)
+    a = jnp.concatenate([lora.a * jnp.expand_dims(s, (-2, -1)) for (lora, _), s in own], -1)
     b = jnp.concatenate([lora.b for lora, _ in parts], -2)
     return first._replace(a=a, b=b, factor=None).completed()
 

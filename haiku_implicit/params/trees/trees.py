@@ -24,10 +24,11 @@ from haiku_implicit.quantized.products.rules import (
     warn_of_unused,
 )
 
+Parameters = Sequence[Parameter]
+Make = Callable[[Parameter], Array]  # the new value of a parameter
 
-def map_parameters(
-    fun: Callable[[Parameter], Array], tree: Tree, path: tuple[str, ...] = ()
-) -> Params:
+
+def map_parameters(fun: Make, tree: Tree, path: tuple[str, ...] = ()) -> Params:
     """Replaces each array in a nesting of mappings by `fun(parameter)`.
 
     Haiku makes only mappings, but other libraries put lists and tuples into them.
@@ -66,9 +67,7 @@ def values_of(tree: Tree) -> dict[str, Any]:
     return {p.path: p.value for p in parameters_of(tree)}
 
 
-def on_matrix(
-    make: Callable[[Parameter], Array], given: MatrixAxesOf | None = None
-) -> Callable[[Parameter], Array]:
+def on_matrix(make: Make, given: MatrixAxesOf | None = None) -> Make:
     """`make` for parameters of which some are views of matrices: it gets and returns the matrices.
 
     Args:
@@ -84,7 +83,7 @@ def on_matrix(
     return made
 
 
-def map_matrices(fun: Callable[[Parameter], Array], tree: Tree) -> Params:
+def map_matrices(fun: Make, tree: Tree) -> Params:
     """Replaces each parameter of a tree, or the matrix of a view, by `fun(parameter)`."""
     return map_parameters(on_matrix(fun), tree)
 
@@ -100,7 +99,7 @@ def none_of(function: str, kind: str, params: Params) -> ValueError:
     )
 
 
-def map_marked(params: Params, marks: Sequence[bool], make: Callable[[Parameter], Array]) -> Params:
+def map_marked(params: Params, marks: Sequence[bool], make: Make) -> Params:
     """Replaces each marked parameter of a tree by `make(parameter)`, under a progress bar."""
     left = iter(marks)
     with progress.bar("parameters", sum(marks)) as run:
@@ -140,12 +139,12 @@ class Choice(NamedTuple):
         opened = open_matrix(parameter.path, value, self.matrix_axes)
         return parameter._replace(value=opened.matrix, is_matrix=opened.axes is not None)
 
-    def chosen(self, parameters: Sequence[Parameter], default: Predicate) -> list[Parameter]:
+    def chosen(self, parameters: Parameters, default: Predicate) -> list[Parameter]:
         """The chosen ones of some parameters, opened; `default` is of weights without stacked axes."""
         marks = self.marks(parameters, selection.in_tree(default))
         return [self.opened(p) for p in itertools.compress(parameters, marks)]
 
-    def marks(self, parameters: Sequence[Parameter], default: Predicate | None) -> list[bool]:
+    def marks(self, parameters: Parameters, default: Predicate | None) -> list[bool]:
         """Whether each parameter is chosen.
 
         Args:
@@ -183,11 +182,11 @@ class Edit(NamedTuple):
       warn: warns of correct but unexpected results, by the parameters of a tree and the choice.
     """
 
-    make: Callable[[Parameter], Array]
+    make: Make
     takes: Predicate | None = None
-    nothing: Callable[[Sequence[Parameter], Choice], ValueError] | None = None
+    nothing: Callable[[Parameters, Choice], ValueError] | None = None
     fits: Callable[[Parameter], bool] | None = None
-    warn: Callable[[Sequence[Parameter], Choice], None] | None = None
+    warn: Callable[[Parameters, Choice], None] | None = None
 
 
 # The default targets of an edit of weights: those that suit it, and that fit its options.
@@ -198,7 +197,7 @@ def _takes(default: Weights) -> Predicate:
     return lambda *of: default.suits(*of) and default.fits(*of)
 
 
-def of_weights(make: Callable[[Parameter], Array], default: Weights) -> Edit:
+def of_weights(make: Make, default: Weights) -> Edit:
     """An edit of weights, which warns of the weights that do not fit the options."""
     nothing = functools.partial(nothing_chosen, wanted=default.wanted)
     warn = functools.partial(warn_of_others, default=default)
@@ -220,7 +219,7 @@ def replace_targets(params: Params, choice: Choice, edit: Edit) -> Params:
     return new
 
 
-def marks_of(parameters: Sequence[Parameter], choice: Choice, default: Weights) -> list[bool]:
+def marks_of(parameters: Parameters, choice: Choice, default: Weights) -> list[bool]:
     """Whether each parameter is a target. At least one has to be, unless `choice` allows none."""
     marks = choice.marks(parameters, selection.in_tree(_takes(default)))
     if not any(marks) and not choice.may_be_empty:
@@ -228,7 +227,7 @@ def marks_of(parameters: Sequence[Parameter], choice: Choice, default: Weights) 
     return marks
 
 
-def nothing_chosen(parameters: Sequence[Parameter], choice: Choice, wanted: str = "") -> ValueError:
+def nothing_chosen(parameters: Parameters, choice: Choice, wanted: str = "") -> ValueError:
     """The error for targets that choose nothing; raises if all weights are implicit already."""
     number = sum(selection.is_complex_weight(*p[:3]) for p in parameters)
     if choice.targets is None:
@@ -238,9 +237,7 @@ def nothing_chosen(parameters: Sequence[Parameter], choice: Choice, wanted: str 
     return no_match("targets", choice.targets, [p.path for p in parameters], wanted=wanted)
 
 
-def warn_of_others(
-    parameters: Sequence[Parameter], choice: Choice, default: Weights | None = None
-) -> None:
+def warn_of_others(parameters: Parameters, choice: Choice, default: Weights | None = None) -> None:
     """Warns once of the weights that `targets=None` leaves out, unless `exclude` names them.
 
     These are complex weights, and weights that do not fit the options of the default.
@@ -260,7 +257,7 @@ def warn_of_others(
         warn_caller(". ".join(sentences))
 
 
-def _check_not_done(parameters: Sequence[Parameter]) -> None:
+def _check_not_done(parameters: Parameters) -> None:
     """Raises if all weights are implicit already, as in a second call."""
     done = [p for p in parameters if is_implicit(p.value) and selection.is_weight(*p[:3])]
     if done and not any(
@@ -341,17 +338,17 @@ def by_rules(
         with selection.errors_name(parameter.path, parameter.value):
             return make(parameter, decide(rules, parameter))
 
-    def weights(parameters: Sequence[Parameter], choice: Choice) -> list[Parameter]:
+    def weights(parameters: Parameters, choice: Choice) -> list[Parameter]:
         return [
             p
             for p in choice.chosen(parameters, selection.is_weight)
             if selection.is_dense_matrix(p.value)
         ]
 
-    def nothing(parameters: Sequence[Parameter], choice: Choice) -> ValueError:
+    def nothing(parameters: Parameters, choice: Choice) -> ValueError:
         return _no_weights(rules, parameters, weights(parameters, choice))
 
-    def warn(parameters: Sequence[Parameter], choice: Choice) -> None:
+    def warn(parameters: Parameters, choice: Choice) -> None:
         warn_of_others(parameters, choice)
         found = weights(parameters, choice)
         if any(map(fits, found)) and not is_one_of_many():
@@ -361,7 +358,7 @@ def by_rules(
 
 
 def _no_weights(
-    rules: Sequence[QuantRule], parameters: Sequence[Parameter], weights: Sequence[Parameter]
+    rules: Sequence[QuantRule], parameters: Parameters, weights: Parameters
 ) -> ValueError:
     """The error for rules that quantize no weight; raises if all weights are implicit already."""
     if not weights:
