@@ -92,15 +92,10 @@ class Sensitivity:
             )
         chosen = {path: own[0] for path, own in ways.items()}
         while sum(size for _, _, size in chosen.values()) > nbytes:
-            path, way = min(
-                (
-                    (path, way)
-                    for path, own in ways.items()
-                    for way in own
-                    if way[2] < chosen[path][2]
-                ),
-                key=lambda step: _price(chosen[step[0]], step[1]),
-            )
+            steps = [
+                (path, way) for path, own in ways.items() for way in own if way[2] < chosen[path][2]
+            ]
+            path, way = min(steps, key=lambda step: _price(chosen[step[0]], step[1]))
             chosen[path] = way
         return {path: way[0] for path, way in chosen.items() if way[0] is not None}
 
@@ -119,9 +114,7 @@ class Sensitivity:
                 raise ValueError(f"chosen: expected options of {[*self.options]}, got {name!r}")
             paths = [path for path, option in chosen.items() if option == name]
             axes = {p: x for p, x in (self.matrix_axes or {}).items() if p in paths} or None
-            params = quantize_params(
-                params, targets=paths, matrix_axes=axes, **dict(self.options[name])
-            )
+            params = quantize_params(params, targets=paths, matrix_axes=axes, **self.options[name])
         return params
 
 

@@ -209,11 +209,8 @@ class Comparison:
         cells = [
             (row.path, *row.kinds, f"{row.relative:.3e}", f"{row.largest:.3e}") for row in self.rows
         ]
-        for paths, kinds in (
-            (self.only_first, ("is there", "")),
-            (self.only_second, ("", "is there")),
-        ):
-            cells += [(path, *kinds, "", "") for path in paths]
+        cells += [(path, "is there", "", "", "") for path in self.only_first]
+        cells += [(path, "", "is there", "", "") for path in self.only_second]
         if self.outputs is not None:
             cells.append(("outputs", "", "", f"{self.outputs:.3e}", ""))
         names = ("path", "first", "second", "relative error", "largest")
@@ -338,11 +335,8 @@ def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: int
     """
     lines = [tuple(names), *(tuple(map(printable, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = len(widths) - numbers
+    sides = [str.ljust] * (len(widths) - numbers) + [str.rjust] * numbers
     return "\n".join(
-        "  ".join(
-            f"{x:<{n}}" if i < left else f"{x:>{n}}"
-            for i, (x, n) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
+        "  ".join(side(x, n) for side, x, n in zip(sides, line, widths, strict=True)).rstrip()
         for line in lines
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -177,10 +178,9 @@ def add_adapter(
 
     room = Room(lambda path: of_weight(path).get("rank", 1), room_of)
     parameters = trees.parameters_of(params)
-    marks = trees.marks_of(parameters, choice, room)
-    paths = [p.path for p, marked in zip(parameters, marks, strict=True) if marked]
+    marks = trees.marks_of(parameters, choice, trees.of_weights(made, room))
     if not choice.may_be_empty:
-        _check_patterns(patterns or {}, paths)
+        _check_patterns(patterns or {}, [p.path for p in itertools.compress(parameters, marks)])
     new = trees.map_marked(params, marks, trees.on_matrix(made, matrix_axes))
     _warn_of_large(large)
     trees.warn_of_others(parameters, choice, room)

@@ -174,9 +174,8 @@ class AdapterBank:
         if jnp.iinfo(slot.dtype).bits < 32:  # the capacity may be too large for this dtype
             slot = slot.astype(jnp.int32)
         # A negative index would count from the last slot.
-        return jnp.where((slot < 0) | (slot >= self.capacity), self.capacity, slot).astype(
-            jnp.int32
-        )
+        inside = (slot >= 0) & (slot < self.capacity)
+        return jnp.where(inside, slot, self.capacity).astype(jnp.int32)
 
     def _checked_slot(self, slot: Any) -> int:
         try:

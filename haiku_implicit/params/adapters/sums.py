@@ -69,13 +69,9 @@ def combine_adapters(
             f"weights: expected one for each of the {len(adapters)} adapters, got {len(weights)}"
         )
     bases = _bases_of(adapters)
-    found = {}
+    found, pairs = {}, list(zip(adapters, weights, strict=True))
     for path in sorted({path for adapter in adapters for path in adapter.weights}):
-        own = [
-            (a.weights[path], w)
-            for a, w in zip(adapters, weights, strict=True)
-            if path in a.weights
-        ]
+        own = [(a.weights[path], by) for a, by in pairs if path in a.weights]
         parts = [(lora_of(path, value, "only LoRA can be combined"), by) for value, by in own]
         if merge is None:
             new = _joined(parts)

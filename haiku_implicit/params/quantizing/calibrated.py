@@ -128,7 +128,8 @@ def _collect(
 ) -> dict[str, jax.Array]:
     """A statistic of the inputs of each target, joined over the batches."""
     parameters = trees.parameters_of(params)
-    marks = trees.marks_of(parameters, choice, QuantizeOptions())
+    weights = trees.of_weights(lambda parameter: parameter.value, QuantizeOptions())
+    marks = trees.marks_of(parameters, choice, weights)
     shapes = {p.path: choice.opened(p).value.shape for p in itertools.compress(parameters, marks)}
 
     def total(sums: dict[str, jax.Array], batch: Sequence[Any]) -> jax.Array:

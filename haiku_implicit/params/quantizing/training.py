@@ -424,9 +424,8 @@ def _with_scales(
     codes = quantize(w, config, ScaledAxes(tuple(own), w.ndim - 2))
     stored = stored_matrix(codes, config.qtype, w.dtype)._replace(axis=axis)
     stored = stored.with_activation(rule.activation)
-    return ConvertedMatrix.of(
-        stored, path=path, shared=shared, channelwise=not config.disable_channelwise_axes
-    )
+    channelwise = not config.disable_channelwise_axes
+    return ConvertedMatrix.of(stored, path=path, shared=shared, channelwise=channelwise)
 
 
 def _stored_for(use: Use, parameter: trees.Parameter, rule: QuantRule) -> Any:

@@ -193,37 +193,34 @@ class Edit(NamedTuple):
 Weights = Room | QuantizeOptions
 
 
-def _takes(default: Weights) -> Predicate:
-    return lambda *of: default.suits(*of) and default.fits(*of)
-
-
 def of_weights(make: Make, default: Weights) -> Edit:
     """An edit of weights, which warns of the weights that do not fit the options."""
+
+    def takes(*of: Any) -> bool:
+        return default.suits(*of) and default.fits(*of)
+
     nothing = functools.partial(nothing_chosen, wanted=default.wanted)
-    warn = functools.partial(warn_of_others, default=default)
-    return Edit(make, _takes(default), nothing, warn=warn)
+    return Edit(make, takes, nothing, warn=functools.partial(warn_of_others, default=default))
 
 
 def replace_targets(params: Params, choice: Choice, edit: Edit) -> Params:
     """Replaces each target in a tree. At least one has to be there, unless `choice` allows none."""
     parameters = parameters_of(params)
-    marks = choice.marks(parameters, edit.takes and selection.in_tree(edit.takes))
-    if edit.fits is not None:
-        pairs = zip(parameters, marks, strict=True)
-        marks = [marked and edit.fits(choice.opened(p)) for p, marked in pairs]
-    if not any(marks) and not choice.may_be_empty:
-        raise (edit.nothing or nothing_chosen)(parameters, choice)
+    marks = marks_of(parameters, choice, edit)
     new = map_marked(params, marks, on_matrix(edit.make, choice.matrix_axes))
     if edit.warn is not None:
         edit.warn(parameters, choice)
     return new
 
 
-def marks_of(parameters: Parameters, choice: Choice, default: Weights) -> list[bool]:
+def marks_of(parameters: Parameters, choice: Choice, edit: Edit) -> list[bool]:
     """Whether each parameter is a target. At least one has to be, unless `choice` allows none."""
-    marks = choice.marks(parameters, selection.in_tree(_takes(default)))
+    marks = choice.marks(parameters, edit.takes and selection.in_tree(edit.takes))
+    if edit.fits is not None:
+        pairs = zip(parameters, marks, strict=True)
+        marks = [marked and edit.fits(choice.opened(p)) for p, marked in pairs]
     if not any(marks) and not choice.may_be_empty:
-        raise nothing_chosen(parameters, choice, default.wanted)
+        raise (edit.nothing or nothing_chosen)(parameters, choice)
     return marks
 
 
@@ -259,10 +256,8 @@ def warn_of_others(parameters: Parameters, choice: Choice, default: Weights | No
 
 def _check_not_done(parameters: Parameters) -> None:
     """Raises if all weights are implicit already, as in a second call."""
-    done = [p for p in parameters if is_implicit(p.value) and selection.is_weight(*p[:3])]
-    if done and not any(
-        selection.is_weight(*p[:3]) for p in parameters if not is_implicit(p.value)
-    ):
+    done = [p for p in parameters if selection.is_weight(*p[:3])]
+    if done and all(is_implicit(p.value) for p in done):
         first = done[0]
         raise ValueError(
             f"targets: all {len(done)} weights are implicit already; {first.path} is "
@@ -339,11 +334,8 @@ def by_rules(
             return make(parameter, decide(rules, parameter))
 
     def weights(parameters: Parameters, choice: Choice) -> list[Parameter]:
-        return [
-            p
-            for p in choice.chosen(parameters, selection.is_weight)
-            if selection.is_dense_matrix(p.value)
-        ]
+        found = choice.chosen(parameters, selection.is_weight)
+        return [p for p in found if selection.is_dense_matrix(p.value)]
 
     def nothing(parameters: Parameters, choice: Choice) -> ValueError:
         return _no_weights(rules, parameters, weights(parameters, choice))
