@@ -75,6 +75,7 @@ from haiku_implicit.params.creators import (
     zeros_creator,
     zeros_getter,
 )
+from haiku_implicit.params.edits import quantize_activations, quantize_params, zero_params
 from haiku_implicit.params.haiku.frozen import freeze
 from haiku_implicit.params.haiku.hooks import creator, getter
 from haiku_implicit.params.haiku.transformed import transform_implicit
@@ -85,7 +86,6 @@ from haiku_implicit.params.quantizing.calibrated import (
     input_moments,
     quantize_with_inputs,
 )
-from haiku_implicit.params.quantizing.edits import quantize_activations, quantize_params
 from haiku_implicit.params.quantizing.stats import init_quant_stats, with_quant_stats
 from haiku_implicit.params.quantizing.training import (
     convert_trained,
@@ -98,7 +98,6 @@ from haiku_implicit.params.quantizing.training import (
 from haiku_implicit.params.sensitivity import Sensitivity, sensitivity
 from haiku_implicit.params.summary import Summary, compare_params, summary
 from haiku_implicit.params.trees.infer_axes import infer_matrix_axes
-from haiku_implicit.params.zeros import zero_params
 from haiku_implicit.training.gradients import (
     BIASES,
     LAYER_NORMS,

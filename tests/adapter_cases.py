@@ -9,6 +9,7 @@ import numpy as np
 import haiku_implicit as hki
 from haiku_implicit import adapters
 from haiku_implicit.adapters import operators, rotated, sums
+from haiku_implicit.adapters.places import Sparse
 from tests.random_arrays import numpy_normal
 
 N, M, R = 12, 8, 2
@@ -25,7 +26,7 @@ def diagonal(lead, w):
 def sparse(lead, w):
     row, column = ([0, 1, 5, 5, 11], [0, 7, 2, 2, 3])  # one place is there twice
     row, column = (jnp.broadcast_to(jnp.array(x), (*lead, 5)) for x in (row, column))
-    return sums.Sum(w, operators.Sparse(normal((*lead, 5), 1), row, column, (N, M)))
+    return sums.Sum(w, Sparse(normal((*lead, 5), 1), row, column, (N, M)))
 
 
 def loha(lead, w, rank=R):

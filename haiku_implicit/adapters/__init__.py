@@ -1,25 +1,16 @@
 """Adapters: weights made of a frozen weight and a few trained numbers, one file per type."""
 
-from haiku_implicit.adapters.boft import BOFT
 from haiku_implicit.adapters.dora import DoRA
 from haiku_implicit.adapters.dropout import InputDropout
-from haiku_implicit.adapters.fourierft import FourierFT
 from haiku_implicit.adapters.ia3 import IA3
 from haiku_implicit.adapters.locon import LoCon
 from haiku_implicit.adapters.loha import LoHa
 from haiku_implicit.adapters.lokr import LoKr
 from haiku_implicit.adapters.low_rank_diagonal import LowRankDiagonal
-from haiku_implicit.adapters.oft import OFT
-from haiku_implicit.adapters.operators import (
-    BlockDiagonal,
-    Diagonal,
-    Fourier,
-    Kronecker,
-    Operator,
-    Sparse,
-)
+from haiku_implicit.adapters.oft import BOFT, OFT
+from haiku_implicit.adapters.operators import BlockDiagonal, Diagonal, Kronecker, Operator
+from haiku_implicit.adapters.places import Fourier, FourierFT, SHiRA, Sparse
 from haiku_implicit.adapters.rotated import Rotated
-from haiku_implicit.adapters.shira import SHiRA
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.adapters.trained_rows import TrainedRows
 from haiku_implicit.adapters.vblora import VBLoRA, VectorBank

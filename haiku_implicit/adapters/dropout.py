@@ -60,18 +60,13 @@ def gather_without_dropout(
     return primitive.bind(w.w, ids, **params)
 
 
-@primitive_handler(["transpose", "slice", "dynamic_slice"])
+@primitive_handler(["transpose", "slice", "dynamic_slice", "split"])
 def rearrange(
     primitive: Primitive, w: InputDropout, *others: jax.Array, **params: EqnParam
 ) -> Result:
-    """Transposes or slices the matrix; a stack of another shape gets keys from the first key."""
-    return _around(w, primitive.bind(w.w, *others, **params))
-
-
-@primitive_handler("split")
-def split_dropout(primitive: Primitive, w: InputDropout, **params: EqnParam) -> list[Array]:
-    """Splits the matrix (fused queries, keys and values, for example)."""
-    return [_around(w, part) for part in primitive.bind(w.w, **params)]
+    """Transposes, slices or splits the matrix; stacks of another shape get keys from the first key."""
+    new = primitive.bind(w.w, *others, **params)
+    return [_around(w, x) for x in new] if primitive.multiple_results else _around(w, new)
 
 
 def _around(w: InputDropout, new: Array) -> InputDropout:

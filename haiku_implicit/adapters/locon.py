@@ -93,9 +93,8 @@ class LoCon(Adapter):
         outputs, kernel[axis] = kernel[axis], rank
         bound = (math.prod(kernel) // rank) ** -0.5
         a = jax.random.uniform(key, (*lead, *kernel), w.dtype, -bound, bound)
-        return cls(
-            w, a, jnp.zeros((*lead, rank, outputs), w.dtype), alpha_or(alpha, rank, lead), axis
-        )
+        b = jnp.zeros((*lead, rank, outputs), w.dtype)
+        return cls(w, a, b, alpha_or(alpha, rank, lead), axis)
 
     @property
     def scaled_b(self) -> jax.Array:

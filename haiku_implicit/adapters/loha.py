@@ -40,14 +40,9 @@ class LoHa(Adapter):
     def create(cls, w: Array, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
         *lead, n, m = w.shape
         keys = jax.random.split(key, 3)
-        a1, b1, b2 = (
-            scale * jax.random.normal(k, (*lead, *shape), w.dtype)
-            for k, scale, shape in zip(
-                keys, (0.1, 1.0, 1.0), ((n, rank), (rank, m), (rank, m)), strict=True
-            )
-        )
-        a2 = jnp.zeros_like(a1)
-        return cls(w, a1, b1, a2, b2, alpha_or(alpha, rank, tuple(lead)))
+        a1 = 0.1 * jax.random.normal(keys[0], (*lead, n, rank), w.dtype)
+        b1, b2 = (jax.random.normal(k, (*lead, rank, m), w.dtype) for k in keys[1:])
+        return cls(w, a1, b1, jnp.zeros_like(a1), b2, alpha_or(alpha, rank, tuple(lead)))
 
     def completed(self) -> Self:
         return self.with_number("alpha", self.a1.shape[-1], self.a1.shape[:-2])

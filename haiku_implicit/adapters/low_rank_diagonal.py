@@ -39,9 +39,8 @@ class LowRankDiagonal(Adapter, method="low_rank_diagonal"):
     def create(cls, w: Array, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
         *lead, n, m = w.shape
         a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
-        return cls(
-            w, a, b, jnp.zeros((*lead, min(n, m)), w.dtype), alpha_or(alpha, rank, tuple(lead))
-        )
+        values = jnp.zeros((*lead, min(n, m)), w.dtype)
+        return cls(w, a, b, values, alpha_or(alpha, rank, tuple(lead)))
 
     def completed(self) -> Self:
         return self.with_number("alpha", self.a.shape[-1], self.a.shape[:-2])

@@ -1,10 +1,10 @@
-"""Matrices as linear operators, without dense entries: diagonal, Kronecker, block diagonal, sparse."""
+"""Matrices as linear operators, without dense entries: diagonal, Kronecker, block diagonal."""
 
 import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.quantized.products.ragged import row_numbers
 from haiku_implicit.quantized.products.tiles import groups_of_rows
@@ -40,10 +40,10 @@ class Operator(ImplicitArray, core_ndim=2):
 
     def materialize(self) -> jax.Array:
         eye = jnp.eye(self.shape[-2], dtype=self.dtype)
-        return _mapped(lambda w: w.times(eye), self.ndim - 2)(self)
+        return mapped(lambda w: w.times(eye), self.ndim - 2)(self)
 
 
-def _mapped(fun: Callable[..., Any], times: int) -> Callable[..., Any]:
+def mapped(fun: Callable[..., Any], times: int) -> Callable[..., Any]:
     """Maps a function over `times` leading axes of its arguments."""
     for _ in range(times):
         fun = jax.vmap(fun)
@@ -63,7 +63,7 @@ def dot_with_operator(call: BinaryCall, x: jax.Array, w: Operator) -> Result:
     free = [i for i in range(x.ndim) if i not in (*batch, *of_x)]
     rows = jnp.transpose(x, (*batch, *free, *of_x))
     by_columns = of_w[0] == lead
-    product = _mapped(lambda w, x: (w if by_columns else w.transposed()).times(x), lead)
+    product = mapped(lambda w, x: (w if by_columns else w.transposed()).times(x), lead)
     count = math.prod(x.shape[i] for i in free)
     out = product(w, rows.reshape(*w.shape[:lead], count, rows.shape[-1]))
     out = out.reshape(*rows.shape[:-1], out.shape[-1])
@@ -104,38 +104,31 @@ def transpose_operator(
     return w.transposed() if permutation == (*lead, w.ndim - 1, w.ndim - 2) else NotImplemented
 
 
-def takes_whole_rows(
-    w: Array, ids: Array, dimension_numbers: EqnParam, slice_sizes: tuple[int, ...]
-) -> bool:
+def takes_whole_rows(w: Array, ids: Array, params: EqnParam) -> bool:
     """Whether a `gather` takes rows of one matrix, as an embedding does: `ids` are `[..., 1]`."""
-    numbers = dimension_numbers
-    whole_rows = w.ndim == 2 and tuple(slice_sizes) == (1, w.shape[1])
+    numbers = params["dimension_numbers"]
+    whole_rows = w.ndim == 2 and tuple(params["slice_sizes"]) == (1, w.shape[1])
     taken = (numbers.collapsed_slice_dims, numbers.start_index_map) == ((0,), (0,))
     last = tuple(numbers.offset_dims) == (ids.ndim - 1,)
     return whole_rows and taken and last and not numbers.operand_batching_dims
 
 
+def filled_outside(rows: jax.Array, w: Array, ids: jax.Array, params: EqnParam) -> jax.Array:
+    """The rows that a `gather` took; if its mode says so, filled for indices out of bounds."""
+    if params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return rows
+    fill_value = jnp.nan if params["fill_value"] is None else params["fill_value"]
+    return jnp.where((ids >= 0) & (ids < w.shape[0]), rows, fill_value)
+
+
 @primitive_handler("gather")
-def gather_rows(
-    primitive: Primitive,
-    w: Operator,
-    ids: jax.Array,
-    *,
-    dimension_numbers: EqnParam,
-    slice_sizes: tuple[int, ...],
-    fill_value: EqnParam,
-    mode: EqnParam,
-    **params: EqnParam,
-) -> Result:
+def gather_rows(primitive: Primitive, w: Operator, ids: jax.Array, **params: EqnParam) -> Result:
     """Gathers rows of one matrix, as an embedding does."""
-    if not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
+    if not takes_whole_rows(w, ids, params):
         return NotImplemented
     index = ids[..., 0]
-    inside = (index >= 0) & (index < w.shape[0])
     rows = w.rows(jnp.clip(index, 0, w.shape[0] - 1).reshape(-1)).reshape(*index.shape, -1)
-    if mode != jax.lax.GatherScatterMode.FILL_OR_DROP:
-        return rows
-    return jnp.where(inside[..., None], rows, jnp.nan if fill_value is None else fill_value)
+    return filled_outside(rows, w, ids, params)
 
 
 @dataclasses.dataclass
@@ -246,130 +239,3 @@ class BlockDiagonal(Operator, linear_in="blocks"):
 
     def transposed(self) -> "BlockDiagonal":
         return self._replace(blocks=self.blocks.mT)
-
-
-def check_places(owner: Any, shape: tuple[int, int]) -> None:
-    """Raises if `row` or `column` of an array is known to be outside of a matrix `[n, m]`.
-
-    JAX drops updates beyond the edge of an array, and would count negative indices from its end.
-    """
-    for name, size in zip(("row", "column"), shape, strict=True):
-        places = getattr(owner, name)
-        if isinstance(places, jax.core.Tracer) or not getattr(places, "is_fully_addressable", True):
-            continue
-        if not isinstance(places, jax.Array | np.ndarray):
-            continue  # a placeholder, such as a spec
-        places = jax.device_get(places)  # (an explicit transfer, which guards may allow)
-        beyond = places[(places < 0) | (places >= size)]
-        if beyond.size:
-            raise ValueError(
-                f"{type(owner).__name__}: {name}: expected numbers from 0 to {size - 1}, for a matrix "
-                f"{list(shape)}, got {beyond.flat[0]}"
-            )
-
-
-def places(
-    key: jax.Array, shape: tuple[int, ...], count: int, name: str
-) -> tuple[jax.Array, jax.Array]:
-    """Draws the rows and columns `[..., count]` of different random entries of each matrix.
-
-    The entries of a matrix, row by row, are cut into `count` stretches, and each gives one.
-
-    Args:
-      key: a random key.
-      shape: `[..., n, m]`.
-      count: the number of entries.
-      name: the name of the option, for errors.
-    """
-    *lead, n, m = shape
-    if not 0 < count <= n * m:
-        raise ValueError(f"{name}: expected 1 to {n * m} for a weight [{n}, {m}], got {count}")
-    step = n * m // count
-    start = np.arange(count, dtype=np.int64) * step  # (may not fit into JAX's integers)
-    start = start.reshape(*(1 for _ in lead), count)
-    column = jax.random.randint(key, (*lead, count), 0, step) + start % m
-    return jnp.asarray(start // m) + column // m, column % m
-
-
-@dataclasses.dataclass
-class AtPlaces(Operator, linear_in="values"):
-    """The base of operators made of a few numbers at places of a matrix.
-
-    Attributes:
-      values: `[..., k]`.
-      row, column: `[..., k]` integers, the places of the values; values at one place are added.
-      shape_of_matrix: `(n, m)`.
-
-    Raises:
-      ValueError: for a place outside of the matrix, if places are known (they are not while JAX
-        traces).
-    """
-
-    values: Array
-    row: Array = dataclasses.field(metadata=FROZEN)
-    column: Array = dataclasses.field(metadata=FROZEN)
-    shape_of_matrix: tuple[int, int] = aux_field()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_places(self, self.shape_of_matrix)
-
-    def compute_shape(self) -> tuple[int, ...]:
-        return (*np.shape(self.values)[:-1], *self.shape_of_matrix)
-
-    def compute_dtype(self) -> np.dtype:
-        return self.values.dtype
-
-    def transposed(self) -> Self:
-        shape = self.shape_of_matrix[::-1]
-        return self._replace(row=self.column, column=self.row, shape_of_matrix=shape)
-
-
-@dataclasses.dataclass
-class Sparse(AtPlaces):
-    """A matrix with a few nonzero entries."""
-
-    def times(self, x: jax.Array) -> jax.Array:
-        out = jnp.zeros((x.shape[0], self.shape_of_matrix[1]), x.dtype)
-        return out.at[:, self.column].add(x[:, self.row] * self.values[None])
-
-    def rows(self, ids: jax.Array) -> jax.Array:
-        out = jnp.zeros((ids.shape[0], self.shape_of_matrix[1]), self.dtype)
-        hit = ids[:, None] == self.row[None]
-        return out.at[:, self.column].add(hit * self.values[None])
-
-    def materialize(self) -> jax.Array:
-        def of_one(w: Sparse) -> jax.Array:
-            return jnp.zeros(w.shape_of_matrix, w.dtype).at[w.row, w.column].add(w.values)
-
-        return _mapped(of_one, self.ndim - 2)(self)
-
-
-@dataclasses.dataclass
-class Fourier(AtPlaces):
-    """The real part of the inverse Fourier transform of a sparse matrix, in both axes.
-
-    A product takes three steps, and none makes the dense matrix: it transforms the rows of `x`,
-    multiplies by the coefficients, and transforms the sums. The places are frequencies, along rows and
-    columns, and the values real coefficients.
-    """
-
-    def times(self, x: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        spectrum = jnp.fft.ifft(x.astype(wide), axis=-1)
-        return self._along_columns(spectrum[:, self.row])
-
-    def rows(self, ids: jax.Array) -> jax.Array:
-        n = self.shape_of_matrix[0]
-        # (Above this size, the product of an index and a frequency does not fit in 32 bits.)
-        if n >= 1 << 16:
-            return super().rows(ids)
-        product = ids.astype(jnp.uint32)[:, None] * self.row.astype(jnp.uint32)[None]
-        turns = (product % n).astype(jnp.float32) / n
-        return self._along_columns(jnp.exp(2j * jnp.pi * turns) / n)
-
-    def _along_columns(self, amplitudes: jax.Array) -> jax.Array:
-        """Transforms the amplitudes `[k, coefficients]` of the rows along the columns."""
-        amplitudes = amplitudes * self.values.astype(amplitudes.real.dtype)[None]
-        out = jnp.zeros((amplitudes.shape[0], self.shape_of_matrix[1]), amplitudes.dtype)
-        return jnp.fft.ifft(out.at[:, self.column].add(amplitudes)).real.astype(self.dtype)

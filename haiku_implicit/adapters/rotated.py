@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.adapters.operators import takes_whole_rows
+from haiku_implicit.adapters.operators import filled_outside, takes_whole_rows
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import ragged_dot_general_p
@@ -92,28 +92,14 @@ def ragged_dot_with_rotated(
 
 
 @primitive_handler("gather")
-def gather_rotated(
-    primitive: Primitive,
-    w: Rotated,
-    ids: jax.Array,
-    *,
-    dimension_numbers: EqnParam,
-    slice_sizes: tuple[int, ...],
-    fill_value: EqnParam,
-    mode: EqnParam,
-    **params: EqnParam,
-) -> Result:
+def gather_rotated(primitive: Primitive, w: Rotated, ids: jax.Array, **params: EqnParam) -> Result:
     """Gathers rows of the rotation and multiplies them with the weight."""
-    if not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
+    if not takes_whole_rows(w, ids, params):
         return NotImplemented
     # (Rows out of bounds are filled at the end: NaN in a factor would get into gradients.)
-    options = dict(dimension_numbers=dimension_numbers, mode=mode, **params)
-    sizes = (1, w.shape[0])
-    rows = primitive.bind(w.rotation, ids, slice_sizes=sizes, fill_value=0, **options) @ w.w
-    if mode != jax.lax.GatherScatterMode.FILL_OR_DROP:
-        return rows
-    inside = (ids >= 0) & (ids < w.shape[0])
-    return jnp.where(inside, rows, jnp.nan if fill_value is None else fill_value)
+    of_rotation = params | dict(slice_sizes=(1, w.shape[0]), fill_value=0)
+    rows = primitive.bind(w.rotation, ids, **of_rotation) @ w.w
+    return filled_outside(rows, w, ids, params)
 
 
 @binary_handler("conv_general_dilated")

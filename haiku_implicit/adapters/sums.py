@@ -80,32 +80,21 @@ def convolve_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
 
 
 @primitive_handler("gather")
-def gather_from_sum(
-    primitive: Primitive,
-    w: Sum,
-    ids: jax.Array,
-    *,
-    fill_value: EqnParam,
-    mode: EqnParam,
-    **params: EqnParam,
-) -> jax.Array:
+def gather_from_sum(primitive: Primitive, w: Sum, ids: jax.Array, **params: EqnParam) -> jax.Array:
     """Gathers from both terms and adds the results; only the first is filled out of bounds."""
-    out = primitive.bind(w.w, ids, fill_value=fill_value, mode=mode, **params)
-    fill = 0 if mode == jax.lax.GatherScatterMode.FILL_OR_DROP else fill_value
-    return out + primitive.bind(w.delta, ids, fill_value=fill, mode=mode, **params)
+    out = primitive.bind(w.w, ids, **params)
+    if params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP:
+        params["fill_value"] = 0
+    return out + primitive.bind(w.delta, ids, **params)
 
 
-@primitive_handler(["slice", "dynamic_slice", "transpose"])
+@primitive_handler(["slice", "dynamic_slice", "transpose", "split"])
 def rearrange_sum(primitive: Primitive, w: Sum, *others: jax.Array, **params: EqnParam) -> Result:
-    """Slices or transposes both terms."""
-    return _sum_of(w, *(primitive.bind(x, *others, **params) for x in (w.w, w.delta)))
-
-
-@primitive_handler("split")
-def split_sum(primitive: Primitive, w: Sum, **params: EqnParam) -> list[Array]:
-    """Splits both terms."""
-    parts = (primitive.bind(x, **params) for x in (w.w, w.delta))
-    return [_sum_of(w, *pair) for pair in zip(*parts, strict=True)]
+    """Slices, transposes or splits both terms."""
+    terms = [primitive.bind(x, *others, **params) for x in (w.w, w.delta)]
+    if primitive.multiple_results:
+        return [_sum_of(w, *parts) for parts in zip(*terms, strict=True)]
+    return _sum_of(w, *terms)
 
 
 @primitive_handler("reduce_sum")

@@ -86,7 +86,7 @@ class TrainedRows(Adapter, method="trained_rows", linear_in=("w", "rows")):
 @binary_handler("dot_general")
 def dot_with_rows(call: BinaryCall, x: jax.Array, w: TrainedRows) -> Result:
     """Multiplies with the frozen rows and with the trained rows, and joins the results."""
-    (of_x, of_w), _ = call.contracted, call.batch
+    of_x, of_w = call.contracted
     if w.ndim != 2 or len(of_w) != 1 or call.params.get("out_sharding") is not None:
         return NotImplemented
     if of_w[0] == w.axis % 2:
@@ -102,24 +102,12 @@ def dot_with_rows(call: BinaryCall, x: jax.Array, w: TrainedRows) -> Result:
 
 
 @primitive_handler("gather")
-def gather_rows(
-    primitive: Primitive,
-    w: TrainedRows,
-    ids: jax.Array,
-    *,
-    dimension_numbers: EqnParam,
-    slice_sizes: tuple[int, ...],
-    mode: EqnParam,
-    **params: EqnParam,
-) -> Result:
+def gather_rows(primitive: Primitive, w: TrainedRows, ids: jax.Array, **params: EqnParam) -> Result:
     """Gathers whole rows, as an embedding does, trained rows instead of the frozen rows."""
-    if w.axis == -1 or not takes_whole_rows(w, ids, dimension_numbers, slice_sizes):
+    if w.axis == -1 or not takes_whole_rows(w, ids, params):
         return NotImplemented
-    options = dict(
-        dimension_numbers=dimension_numbers, slice_sizes=slice_sizes, mode=mode, **params
-    )
-    out, index = primitive.bind(w.w, ids, **options), ids[..., 0]
-    if mode == jax.lax.GatherScatterMode.CLIP:
+    out, index = primitive.bind(w.w, ids, **params), ids[..., 0]
+    if params["mode"] == jax.lax.GatherScatterMode.CLIP:
         index = jnp.clip(index, 0, w.shape[0] - 1)
     trained_ids = jax.lax.broadcast_to_rank(w.ids.astype(index.dtype), index.ndim + 1)
     same = index[..., None] == trained_ids

@@ -88,14 +88,10 @@ class VBLoRA(Adapter):
         if not 0 < top_k <= num_vectors:
             raise ValueError(f"top_k: expected 1 to {num_vectors} (num_vectors), got {top_k}")
         keys = jax.random.split(key)
-        shapes = (
-            (*lead, n // vector_length, rank, num_vectors),
-            (*lead, rank, m // vector_length, num_vectors),
-        )
-        of_a, of_b = (
-            0.1 * jax.random.normal(k, shape, w.dtype)
-            for k, shape in zip(keys, shapes, strict=True)
-        )
+        shape_of_a = (*lead, n // vector_length, rank, num_vectors)
+        shape_of_b = (*lead, rank, m // vector_length, num_vectors)
+        of_a = 0.1 * jax.random.normal(keys[0], shape_of_a, w.dtype)
+        of_b = 0.1 * jax.random.normal(keys[1], shape_of_b, w.dtype)
         return cls(w, of_a, of_b, None, top_k)
 
     @classmethod

@@ -144,15 +144,10 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
       [0 1]
     """
     is_spec = lambda s: s is None or isinstance(s, PartitionSpec)  # noqa: E731
-    return jax.tree.map(
-        lambda spec, part: part if spec is None else _constrained(part, spec),
-        partition_specs,
-        x,
-        is_leaf=is_spec,
-    )
+    return jax.tree.map(_constrained, partition_specs, x, is_leaf=is_spec)
 
 
-def _constrained(tree: Any, spec: PartitionSpec) -> Any:
+def _constrained(spec: PartitionSpec | None, tree: Any) -> Any:
     names = get_names_from_partition_spec(spec)
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

@@ -15,11 +15,7 @@ from haiku_implicit.params.quantizing.training import dot_general_by_bits
 from haiku_implicit.quantized.products.matmul import quantized_matmul_p
 
 # Products that never make a dense weight from its factors.
-_PRODUCTS = (
-    jax.lax.conv_general_dilated_p,
-    ragged_dot_general_p,
-    quantized_matmul_p,
-)
+_PRODUCTS = (jax.lax.conv_general_dilated_p, ragged_dot_general_p, quantized_matmul_p)
 
 
 def _no_dequantized_saveable(primitive: Primitive, *operands: Array, **params: EqnParam) -> bool:
@@ -30,20 +26,7 @@ def _no_dequantized_saveable(primitive: Primitive, *operands: Array, **params: E
     return math.prod(out.shape) <= sum(math.prod(x.shape) for x in operands)
 
 
-_OF_JAX = (
-    "everything_saveable",
-    "nothing_saveable",
-    "dots_saveable",
-    "checkpoint_dots",
-    "dots_with_no_batch_dims_saveable",
-    "checkpoint_dots_with_no_batch_dims",
-    "save_anything_except_these_names",
-    "save_any_names_but_these",
-    "save_only_these_names",
-    "save_from_both_policies",
-)
-_POLICIES = {name: getattr(jax.checkpoint_policies, name) for name in _OF_JAX}
-_POLICIES["no_dequantized_saveable"] = _no_dequantized_saveable
+_POLICIES = vars(jax.checkpoint_policies) | {"no_dequantized_saveable": _no_dequantized_saveable}
 
 
 def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:

@@ -14,22 +14,13 @@ from haiku_implicit.core.box import box
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, DType, State
 from haiku_implicit.params.adapters.adding import add_lora
-from haiku_implicit.params.haiku.hooks import (
-    Creator,
-    Getter,
-    checked,
-    creator,
-    edited_alone,
-    final_name,
-    getter,
-)
-from haiku_implicit.params.quantizing.edits import quantize_params
+from haiku_implicit.params.edits import quantize_params, zero_params
+from haiku_implicit.params.haiku import hooks
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.one_by_one import is_one_of_many
 from haiku_implicit.params.trees.options import GroupSize, checked_group_size
 from haiku_implicit.params.trees.selection import errors_name, is_floating
-from haiku_implicit.params.zeros import zero_params
 from haiku_implicit.quantized.types.quantized_cache import QuantizedCache
 
 
@@ -39,10 +30,10 @@ def lora_creator(
     targets: Targets | None = None,
     init: Initializer | None = None,
     matrix_axes: MatrixAxesOf | None = None,
-) -> Creator:
+) -> hooks.Creator:
     """`creator` of `add_lora` with these options."""
     options: Any = dict(alpha=alpha, targets=targets, init=init, matrix_axes=matrix_axes)
-    return creator(checked(functools.partial(add_lora, rank=rank, **options)))
+    return hooks.creator(hooks.checked(functools.partial(add_lora, rank=rank, **options)))
 
 
 def lora_getter(
@@ -50,10 +41,10 @@ def lora_getter(
     alpha: float | None = None,
     targets: Targets | None = None,
     init: Initializer | None = None,
-) -> Getter:
+) -> hooks.Getter:
     """`getter` of `add_lora` with these options."""
     options: Any = dict(alpha=alpha, targets=targets, init=init)
-    return getter(checked(functools.partial(add_lora, rank=rank, **options)))
+    return hooks.getter(hooks.checked(functools.partial(add_lora, rank=rank, **options)))
 
 
 def quantize_creator(
@@ -61,10 +52,10 @@ def quantize_creator(
     group_size: GroupSize = None,
     targets: Targets | None = None,
     **options: Any,
-) -> Creator:
+) -> hooks.Creator:
     """`creator` of `quantize_params` with these options."""
     options |= dict(dtype=dtype, group_size=group_size, targets=targets)
-    return creator(checked(functools.partial(quantize_params, **options)))
+    return hooks.creator(hooks.checked(functools.partial(quantize_params, **options)))
 
 
 def quantize_getter(
@@ -72,27 +63,27 @@ def quantize_getter(
     group_size: GroupSize = None,
     targets: Targets | None = None,
     **options: Any,
-) -> Getter:
+) -> hooks.Getter:
     """`getter` of `quantize_params` with these options."""
     options |= dict(dtype=dtype, group_size=group_size, targets=targets)
-    return getter(checked(functools.partial(quantize_params, **options)))
+    return hooks.getter(hooks.checked(functools.partial(quantize_params, **options)))
 
 
-def zeros_getter(targets: Targets) -> Getter:
+def zeros_getter(targets: Targets) -> hooks.Getter:
     """`getter` of `zero_params` with these targets."""
-    return getter(checked(functools.partial(zero_params, targets=targets)))
+    return hooks.getter(hooks.checked(functools.partial(zero_params, targets=targets)))
 
 
-def zeros_creator(targets: Targets) -> Creator:
+def zeros_creator(targets: Targets) -> hooks.Creator:
     """`creator` of `zero_params` with these targets; initializers of the targets do not run."""
-    edited = edited_alone(checked(functools.partial(zero_params, targets=targets)))
+    edited = hooks.edited_alone(hooks.checked(functools.partial(zero_params, targets=targets)))
 
     def create(
         next_creator: Any, shape: Sequence[int], dtype: DType, init: Any, context: Any
     ) -> jax.Array:
         if is_one_of_many():  # a parameter that another edit adds
             return next_creator(shape, dtype, init)
-        new = edited(*final_name(context), jax.ShapeDtypeStruct(shape, dtype))
+        new = edited(*hooks.final_name(context), jax.ShapeDtypeStruct(shape, dtype))
         return next_creator(shape, dtype, (lambda *_: box(new)) if is_implicit(new) else init)
 
     return create
@@ -100,7 +91,7 @@ def zeros_creator(targets: Targets) -> Creator:
 
 def cache_creator(
     dtype: str = "int8", group_size: int | None = None, targets: Targets | None = None
-) -> Creator:
+) -> hooks.Creator:
     """A creator of quantized caches, for `hk.custom_creator(..., params=False, state=True)`.
 
     It is for modules that keep keys and values in Haiku's state and write new positions into it. The
@@ -145,7 +136,7 @@ def cache_creator(
     def caches(state: State) -> Array:
         return trees.replace_targets(state, trees.Choice(targets), trees.Edit(quantized, _is_cache))
 
-    return creator(checked(caches))
+    return hooks.creator(hooks.checked(caches))
 
 
 def _is_cache(module_name: str, name: str, value: Array) -> bool:

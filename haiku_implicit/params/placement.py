@@ -168,9 +168,7 @@ def _specs_of(paths: Sequence[str], params: Params, specs: Specs) -> list[Partit
         return _by_rules(paths, specs)
 
     def repeated(spec: PartitionSpec, below: Any) -> Any:
-        return [PartitionSpec() if spec is None else spec] * len(
-            tree_flatten_with_implicit(below)[0]
-        )
+        return [spec] * len(tree_flatten_with_implicit(below)[0])
 
     is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
     try:
@@ -198,7 +196,7 @@ def _checked(path: str, spec: Any) -> PartitionSpec:
 def _by_rules(paths: Sequence[str], rules: Sequence[tuple[Any, Any]]) -> list[PartitionSpec]:
     """The spec of each array, from the first rule that matches its path."""
     try:
-        patterns = [compiled("specs", pattern) for pattern, _ in rules]
+        compiled_rules = [(compiled("specs", pattern), spec) for pattern, spec in rules]
     except (ValueError, TypeError) as e:
         raise ValueError(
             "specs: expected pairs of a regular expression and a PartitionSpec, got the patterns "
@@ -206,16 +204,14 @@ def _by_rules(paths: Sequence[str], rules: Sequence[tuple[Any, Any]]) -> list[Pa
         ) from e
     found = []
     for path in paths:
-        own = [
-            _checked(path, r[1]) for p, r in zip(patterns, rules, strict=True) if p.fullmatch(path)
-        ]
+        own = [spec for pattern, spec in compiled_rules if pattern.fullmatch(path)]
         if not own:
             known = ", ".join(repr(pattern) for pattern, _ in rules)
             raise ValueError(
                 f"{path}: no rule matches this whole path, of {known}. A last rule "
                 "('.*', PartitionSpec()) replicates what is left"
             )
-        found.append(own[0])
+        found.append(_checked(path, own[0]))
     return found
 
 

@@ -10,10 +10,12 @@ from typing import Any
 from haiku_implicit.files.replacing import checked_target, replaced
 from haiku_implicit.params.summary import Comparison, Summary
 
+Path = str | os.PathLike[str]
+
 _MOST = 40  # the most rows that one can read in a picture
 
 
-def plot_memory(found: Summary, path: str | os.PathLike[str]) -> None:
+def plot_memory(found: Summary, path: Path) -> None:
     """Draws the bytes of each row and of its dense array, the largest first.
 
     Args:
@@ -42,7 +44,7 @@ def plot_memory(found: Summary, path: str | os.PathLike[str]) -> None:
     _draw([row.path for row in rows], bars, "MB", f"memory: {total}", path)
 
 
-def plot_error(found: Comparison, path: str | os.PathLike[str]) -> None:
+def plot_error(found: Comparison, path: Path) -> None:
     """Draws the relative error of each parameter, the largest first.
 
     Args:
@@ -60,7 +62,7 @@ def plot_error(found: Comparison, path: str | os.PathLike[str]) -> None:
     _draw([row.path for row in rows], bars, "relative error", "difference of parameters", path)
 
 
-def check_picture(path: str | os.PathLike[str]) -> None:
+def check_picture(path: Path) -> None:
     """Checks, before any work is done, that a picture can be drawn and written to a path.
 
     Raises:
@@ -79,16 +81,12 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     checked_target(path)
 
 
-def _suffix(path: str | os.PathLike[str]) -> str:
+def _suffix(path: Path) -> str:
     return os.path.splitext(path)[1].lstrip(".")
 
 
 def _draw(
-    names: Sequence[str],
-    bars: dict[str, list[float]],
-    label: str,
-    title: str,
-    path: str | os.PathLike[str],
+    names: Sequence[str], bars: dict[str, list[float]], label: str, title: str, path: Path
 ) -> None:
     check_picture(path)
     import matplotlib.figure

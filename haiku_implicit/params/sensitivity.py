@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +15,8 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, Params
+from haiku_implicit.params.edits import quantize_params
 from haiku_implicit.params.quantizing.calibrated import arguments_of
-from haiku_implicit.params.quantizing.edits import quantize_params
 from haiku_implicit.params.summary import text_table
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
@@ -93,15 +92,10 @@ class Sensitivity:
             )
         chosen = {path: own[0] for path, own in ways.items()}
         while sum(size for _, _, size in chosen.values()) > nbytes:
-            path, way = min(
-                (
-                    (path, way)
-                    for path, own in ways.items()
-                    for way in own
-                    if way[2] < chosen[path][2]
-                ),
-                key=lambda step: _price(chosen[step[0]], step[1]),
-            )
+            steps = [
+                (path, way) for path, own in ways.items() for way in own if way[2] < chosen[path][2]
+            ]
+            path, way = min(steps, key=lambda step: _price(chosen[step[0]], step[1]))
             chosen[path] = way
         return {path: way[0] for path, way in chosen.items() if way[0] is not None}
 
@@ -120,9 +114,7 @@ class Sensitivity:
                 raise ValueError(f"chosen: expected options of {[*self.options]}, got {name!r}")
             paths = [path for path, option in chosen.items() if option == name]
             axes = {p: x for p, x in (self.matrix_axes or {}).items() if p in paths} or None
-            params = quantize_params(
-                params, targets=paths, matrix_axes=axes, **dict(self.options[name])
-            )
+            params = quantize_params(params, targets=paths, matrix_axes=axes, **self.options[name])
         return params
 
 
@@ -176,12 +168,11 @@ def sensitivity(
     if not given or not options:
         raise ValueError(f"expected batches and options, got {len(given)} and {len(options)}")
     choice: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
-    trees_of = {name: quantize_params(params, **choice, **own) for name, own in options.items()}
     stored = {
-        name: {p.path: p.value for p in trees.parameters_of(tree)}
-        for name, tree in trees_of.items()
+        name: trees.values_of(quantize_params(params, **choice, **own))
+        for name, own in options.items()
     }
-    dense = {p.path: p.value for p in trees.parameters_of(params)}
+    dense = trees.values_of(params)
     paths = [path for path in dense if any(is_implicit(own[path]) for own in stored.values())]
     errors = _errors(apply, params, given, stored, paths)
     rows = [
@@ -217,6 +208,9 @@ def _errors(
         change = sum(jnp.square(y - x).sum() for x, y in wide)
         return change, sum(jnp.square(x).sum() for x, _ in wide)
 
+    def sums_of(rounded: Mapping[str, Any], index: int) -> list[Any]:
+        return [squares(params, rounded, index, batch) for batch in batches]
+
     found: dict[tuple[str, str], float] = {}
     with progress.bar("weights", len(stored) * len(paths)) as run:
         for name, own in stored.items():
@@ -227,10 +221,7 @@ def _errors(
             for i, path in enumerate(paths):
                 if not is_implicit(own[path]):
                     continue
-                of_batches = [
-                    functools.partial(squares, params, rounded, i, batch) for batch in batches
-                ]
-                sums = run(path, lambda parts: [part() for part in parts], of_batches)
+                sums = run(path, sums_of, rounded, i)
                 change, size = (float(sum(column)) for column in zip(*sums, strict=True))
                 found[path, name] = math.sqrt(change / size) if size else math.inf
     return found

@@ -209,11 +209,8 @@ class Comparison:
         cells = [
             (row.path, *row.kinds, f"{row.relative:.3e}", f"{row.largest:.3e}") for row in self.rows
         ]
-        for paths, kinds in (
-            (self.only_first, ("is there", "")),
-            (self.only_second, ("", "is there")),
-        ):
-            cells += [(path, *kinds, "", "") for path in paths]
+        cells += [(path, "is there", "", "", "") for path in self.only_first]
+        cells += [(path, "", "is there", "", "") for path in self.only_second]
         if self.outputs is not None:
             cells.append(("outputs", "", "", f"{self.outputs:.3e}", ""))
         names = ("path", "first", "second", "relative error", "largest")
@@ -257,7 +254,7 @@ def compare_params(
       >>> found.rows[0].kinds, 0.1 < found.rows[0].relative < 0.2
       (('dense', 'QuantizedMatrix int4'), True)
     """
-    one, two = ({p.path: p.value for p in trees.parameters_of(t)} for t in (first, second))
+    one, two = trees.values_of(first), trees.values_of(second)
     both = [path for path in one if path in two]
     with progress.bar("comparing", len(both)) as run:
         rows = tuple(run(path, _error_of, path, one[path], two[path]) for path in both)
@@ -338,11 +335,8 @@ def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: int
     """
     lines = [tuple(names), *(tuple(map(printable, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = len(widths) - numbers
+    sides = [str.ljust] * (len(widths) - numbers) + [str.rjust] * numbers
     return "\n".join(
-        "  ".join(
-            f"{x:<{n}}" if i < left else f"{x:>{n}}"
-            for i, (x, n) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
+        "  ".join(side(x, n) for side, x, n in zip(sides, line, widths, strict=True)).rstrip()
         for line in lines
     )

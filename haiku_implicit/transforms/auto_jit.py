@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 import dataclasses
 import functools
@@ -17,7 +16,7 @@ import numpy as np
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
-from haiku_implicit.core.typing import Tree, TreeDef
+from haiku_implicit.core.typing import Tree
 
 
 def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
@@ -117,14 +116,13 @@ class _Rebuilt:
 
     def __init__(self, values: Iterator[Any]):
         self.values = values
-        self.objects: list[tuple[Any, list[str], Any]] = []
+        self.objects: list[tuple[Any, dict[str, Any]]] = []
 
     def check_unchanged(self) -> None:
         """Raises if attributes of an object have changed since it was rebuilt."""
-        for x, names, before in self.objects:
-            for name in names:
+        for x, before in self.objects:
+            for name, (old_leaves, old_treedef) in before.items():
                 leaves, treedef = tree_flatten_with_implicit(vars(x).get(name))
-                old_leaves, old_treedef = before[name]
                 if treedef != old_treedef or any(
                     a is not b for a, b in zip(leaves, old_leaves, strict=True)
                 ):
@@ -135,36 +133,24 @@ class _Rebuilt:
                     )
 
 
-class _Part(abc.ABC):
-    """A part of the arguments without its values, hashable. Rebuilding takes values in order."""
-
-    @abc.abstractmethod
-    def rebuild(self, made: _Rebuilt) -> Any:
-        """Returns the part with values in it."""
-
-
 @dataclasses.dataclass(frozen=True)
-class _Value(_Part):
-    """An array, dense or implicit."""
+class _Part:
+    """A part of the arguments without its values, hashable.
 
-    def rebuild(self, made: _Rebuilt) -> Any:
-        return next(made.values)
+    Attributes:
+      key: by which parts are compared.
+      rebuild: makes the part with values in it, which it takes in order.
+    """
 
-
-@dataclasses.dataclass(frozen=True)
-class _Constant(_Part):
-    """A static leaf that is compared by its contents."""
-
-    kind: type
-    contents: Any
-    value: Any = dataclasses.field(compare=False)
-
-    def rebuild(self, made: _Rebuilt) -> Any:
-        return self.value
+    key: Any
+    rebuild: Callable[[_Rebuilt], Any] = dataclasses.field(compare=False)
 
 
-class _Identity(_Part):
-    """A static leaf that is compared by identity, and not kept alive if weak references to it work."""
+_VALUE = _Part("value", lambda made: next(made.values))  # an array, dense or implicit
+
+
+class _Identity:
+    """Compares an object by identity, and does not keep it alive if weak references to it work."""
 
     def __init__(self, x: Any):
         self.id = id(x)
@@ -180,19 +166,36 @@ class _Identity(_Part):
         # Python may reuse the id of a deleted object; `get` then returns None.
         return isinstance(other, _Identity) and self.get() is other.get() is not None
 
-    def rebuild(self, made: _Rebuilt) -> Any:
-        return self.get()
+
+def _constant(x: Any, contents: Any) -> _Part:
+    """A static leaf that is compared by its contents."""
+    return _Part((type(x), contents), lambda made: x)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tree(_Part):
-    """A tree, in which an implicit array is one leaf."""
+def _same(x: Any) -> _Part:
+    """A static leaf that is compared by identity."""
+    itself = _Identity(x)
+    return _Part(itself, lambda made: itself.get())
 
-    treedef: TreeDef
-    leaves: tuple[_Part, ...]
 
-    def rebuild(self, made: _Rebuilt) -> Any:
-        return self.treedef.unflatten([x.rebuild(made) for x in self.leaves])
+def _method(x: types.MethodType, of: _Part) -> _Part:
+    """A bound method."""
+    fun = _Identity(x.__func__)
+    return _Part((fun, of), lambda made: types.MethodType(fun.get(), of.rebuild(made)))
+
+
+def _object(x: Any, attributes: dict[str, _Part]) -> _Part:
+    """An object that is taken apart into its attributes."""
+    itself = _Identity(x)
+
+    def rebuild(made: _Rebuilt) -> Any:
+        new = _copy(itself.get())
+        vars(new).update({name: part.rebuild(made) for name, part in attributes.items()})
+        before = {name: tree_flatten_with_implicit(vars(new)[name]) for name in attributes}
+        made.objects.append((new, before))
+        return new
+
+    return _Part((itself, tuple(attributes.items())), rebuild)
 
 
 def _copy(x: Any) -> Any:
@@ -204,32 +207,11 @@ def _copy(x: Any) -> Any:
     return other
 
 
-@dataclasses.dataclass(frozen=True)
-class _Object(_Part):
-    """An object that is taken apart into its attributes."""
-
-    itself: _Identity
-    names: tuple[str, ...]
-    attributes: tuple[_Tree, ...]
-
-    def rebuild(self, made: _Rebuilt) -> Any:
-        x = _copy(self.itself.rebuild(made))
-        values = [y.rebuild(made) for y in self.attributes]
-        vars(x).update(zip(self.names, values, strict=True))
-        before = {name: tree_flatten_with_implicit(vars(x)[name]) for name in self.names}
-        made.objects.append((x, list(self.names), before))
-        return x
-
-
-@dataclasses.dataclass(frozen=True)
-class _Method(_Part):
-    """A bound method."""
-
-    fun: _Identity
-    of: _Part
-
-    def rebuild(self, made: _Rebuilt) -> Any:
-        return types.MethodType(self.fun.rebuild(made), self.of.rebuild(made))
+def _tree(tree: Tree, values: list[Any], leaf: Callable[[Any, list[Any]], _Part]) -> _Part:
+    """A tree without its values, which it adds to `values`; an implicit array is one leaf of it."""
+    leaves, treedef = tree_flatten_with_implicit(tree)
+    parts = tuple([leaf(x, values) for x in leaves])
+    return _Part((treedef, parts), lambda made: treedef.unflatten([x.rebuild(made) for x in parts]))
 
 
 class _NotHashable(Exception):
@@ -243,12 +225,6 @@ class _NotHashable(Exception):
 
     def __init__(self, x: Any, leaf: Any, path: str = ""):
         self.x, self.leaf, self.path = x, leaf, path
-
-
-def _tree(tree: Tree, values: list[Any], leaf: Callable[[Any, list[Any]], _Part]) -> _Tree:
-    """Returns the tree without its values, and adds them to `values`."""
-    leaves, treedef = tree_flatten_with_implicit(tree)
-    return _Tree(treedef, tuple([leaf(x, values) for x in leaves]))
 
 
 # Functions, and objects made from them, do not compute with attributes.
@@ -268,43 +244,44 @@ _FUNCTIONS = (
 def _argument(x: Any, values: list[Any]) -> _Part:
     """Converts a leaf of the arguments. Objects and the `self` of bound methods are taken apart."""
     if isinstance(x, types.MethodType):
-        return _Method(_Identity(x.__func__), _argument(x.__self__, values))
+        return _method(x, _argument(x.__self__, values))
     if isinstance(x, _FUNCTIONS) or not hasattr(x, "__dict__") or is_value(x) or _has_contents(x):
         return _leaf(x, values)
-    names, attributes = tuple(sorted(vars(x))), []
-    for name in names:
+    attributes = {}
+    for name in sorted(vars(x)):
         try:
-            attributes.append(_tree(vars(x)[name], values, _leaf))
+            attributes[name] = _tree(vars(x)[name], values, _leaf)
         except _NotHashable as e:
             path = "/".join((name, *_path_to(e.leaf, vars(x)[name])))
             raise _NotHashable(e.x, x, f".{path}") from None
-    return _Object(_Identity(x), names, tuple(attributes))
+    return _object(x, attributes)
 
 
 def _leaf(x: Any, values: list[Any]) -> _Part:
     """Converts a leaf to a value or a static part, without taking it apart."""
     if is_value(x):
         values.append(x)
-        return _Value()
+        return _VALUE
     if isinstance(x, types.MethodType):
-        return _Method(_Identity(x.__func__), _Identity(x.__self__))
+        return _method(x, _same(x.__self__))
     if isinstance(x, float | complex):
-        return _Constant(type(x), repr(x), x)
+        return _constant(x, repr(x))
     if _has_contents(x):
-        return _Constant(type(x), x, x)
-    if _hash_of(x) is object.__hash__:
-        return _Identity(x)
+        return _constant(x, x)
+    if _has_identity(x):
+        return _same(x)
     raise _NotHashable(x, x)
 
 
-def _hash_of(x: Any) -> Any:
-    """The hash function of `x`: None if not hashable, `object.__hash__` if hashed by identity."""
-    return type(x).__hash__
+def _has_identity(x: Any) -> bool:
+    """Whether the hash of `x` is that of the object."""
+    kind: Any = type(x)
+    return kind.__hash__ is object.__hash__
 
 
 def _has_contents(x: Any) -> bool:
     """Whether the hash of `x` depends on its contents."""
-    if _hash_of(x) in (None, object.__hash__):
+    if _has_identity(x):
         return False
     try:
         hash(x)

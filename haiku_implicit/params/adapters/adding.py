@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from haiku_implicit.arrays.adapter import Adapter, method_named, method_names
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit
 from haiku_implicit.core.keys import KeySource, as_key_source
-from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets, compiled, no_match
-from haiku_implicit.core.typing import Array, Key, Params
+from haiku_implicit.core.typing import Array, Key, Params, Tree
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
+from haiku_implicit.params.trees.one_by_one import is_news
 from haiku_implicit.params.trees.options import Room, check_matrix
 from haiku_implicit.params.trees.selection import describe, errors_name, stacked_axes
-from haiku_implicit.params.trees.warnings import LargeAdapters
+
+# Options of weights, by patterns of their paths.
+Patterns = Mapping[str, Mapping[str, Any]]
 
 
 def add_lora(
@@ -105,7 +111,7 @@ def add_adapter(
     exclude: Targets | None = None,
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
-    patterns: Mapping[str, Mapping[str, Any]] | None = None,
+    patterns: Patterns | None = None,
     **options: Any,
 ) -> Params:
     """Adds adapters of a type to weights of a tree of parameters, including quantized weights.
@@ -155,7 +161,7 @@ def add_adapter(
     if callable(key) and shares:
         raise ValueError(f"method {name!r}: all weights share one key; give key= a key or a seed")
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
-    large = LargeAdapters()
+    large: list[str] = []
 
     def room_of(path: str, shape: tuple[int, ...]) -> int:
         return kind.room(shape[stacked_axes(path) :], **of_weight(path))
@@ -166,17 +172,18 @@ def add_adapter(
         own_key = key if kind.one_key else parameter.key_from(key)
         with errors_name(path, value):
             own = kind.options_for(path, len(value.shape) - stacked, of_weight(path))
-            return large.see(parameter, _created(kind, value, own_key, own))
+            new = _created(kind, value, own_key, own)
+        large.extend(_if_large(parameter, new))
+        return new
 
     room = Room(lambda path: of_weight(path).get("rank", 1), room_of)
     parameters = trees.parameters_of(params)
-    marks = trees.marks_of(parameters, choice, room.takes, room.wanted)
-    paths = [p.path for p, marked in zip(parameters, marks, strict=True) if marked]
+    marks = trees.marks_of(parameters, choice, trees.of_weights(made, room))
     if not choice.may_be_empty:
-        _check_patterns(patterns or {}, paths)
-    new = trees.replace_marked(params, marks, made, choice.matrix_axes)
-    large.warn()
-    trees.warn_of_others(parameters, choice, room.leaves, room.told)
+        _check_patterns(patterns or {}, [p.path for p in itertools.compress(parameters, marks)])
+    new = trees.map_marked(params, marks, trees.on_matrix(made, matrix_axes))
+    _warn_of_large(large)
+    trees.warn_of_others(parameters, choice, room)
     return kind.with_shared(new, key, **options)
 
 
@@ -221,7 +228,7 @@ def _kind_of(method: Any) -> tuple[Any, str]:
     return method, method.__name__
 
 
-def _created(kind: Any, value: Array, key: KeySource, options: Mapping[str, Any]) -> Array:
+def _created(kind: Any, value: Array, key: KeySource, options: Mapping[str, Any]) -> Adapter:
     """A weight with an adapter; raises if `create` of its type makes anything else."""
     new = kind.create(value, key, **options)
     if not isinstance(new, Adapter) or tuple(new.shape) != tuple(value.shape):
@@ -230,6 +237,33 @@ def _created(kind: Any, value: Array, key: KeySource, options: Mapping[str, Any]
             f"got {describe(new) if hasattr(new, 'shape') else type(new).__name__}"
         )
     return new
+
+
+def _if_large(parameter: trees.Parameter, new: Adapter) -> Iterator[str]:
+    """The description of an adapter that has more numbers than its weight.
+
+    A weight of more than two axes is a stack of matrices, each with its own adapter. If these matrices
+    are small, as in attention's weights `[inputs, heads, width]`, the adapters are larger than the
+    weight.
+    """
+    size, added = math.prod(parameter.value.shape), _numbers(new) - _numbers(new.w)
+    if len(parameter.value.shape) - parameter.stacked > 2 and added > size:
+        about = f"{describe(parameter.value)}: {added:,} numbers for {size:,}"
+        yield f"{parameter.path} ({about})"
+
+
+def _numbers(tree: Tree) -> int:
+    return sum(math.prod(np.shape(x)) for x in jax.tree.leaves(tree))
+
+
+def _warn_of_large(found: list[str]) -> None:
+    if found and is_news("large"):
+        warn_caller(
+            f"an adapter has more numbers than its weight: {shown(found)}. A weight of more than "
+            "two axes counts as a stack of matrices [..., n, m] with an adapter each. matrix_axes= "
+            "says which axes make one matrix, such as {'.*/query/w': ([-3], [-2, -1])} for "
+            "[inputs, heads, width]; a smaller rank= or exclude= helps, too"
+        )
 
 
 def options_of(method: Any) -> dict[str, bool] | None:
@@ -246,7 +280,7 @@ def options_of(method: Any) -> dict[str, bool] | None:
 
 
 def _options_of(
-    kind: Any, name: str, options: Mapping[str, Any], patterns: Mapping[str, Mapping[str, Any]]
+    kind: Any, name: str, options: Mapping[str, Any], patterns: Patterns
 ) -> Callable[[str], dict[str, Any]]:
     """Returns the options of a weight by its path; raises for unknown or missing options."""
     known = options_of(kind)
@@ -269,9 +303,7 @@ def _options_of(
     return of_weight
 
 
-def checked_patterns(
-    patterns: Mapping[str, Mapping[str, Any]],
-) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
+def checked_patterns(patterns: Patterns) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
     """The argument `patterns` with compiled expressions; raises if it has another type."""
     example = "such as {'.*/mlp/.*': {'rank': 4}}"
     if not isinstance(patterns, Mapping):

@@ -18,14 +18,9 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.typing import Array, Params
+from haiku_implicit.params.adapters import parts
 from haiku_implicit.params.adapters.adding import add_lora
-from haiku_implicit.params.adapters.parts import (
-    AdapterParts,
-    check_bases,
-    checked_parts,
-    has_adapter,
-    lora_of,
-)
+from haiku_implicit.params.adapters.parts import AdapterParts
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.quantized.numbers.options import is_positive_integer
@@ -90,12 +85,12 @@ class AdapterBank:
         if not is_positive_integer(capacity):
             raise ValueError(f"capacity: expected an integer, 1 or more, got {capacity!r}")
         options: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
-        zeros = lambda key, shape, dtype: jnp.zeros(shape, dtype)  # noqa: E731
+        zeros = jax.nn.initializers.zeros
         whole = add_lora(params, 0, rank=rank, alpha=float(rank), init=zeros, **options)
         slots = {
             p.path: tuple(jnp.zeros((capacity, *x.shape), x.dtype) for x in _factors(p.value))
             for p in trees.parameters_of(whole)
-            if has_adapter(p.value)
+            if parts.has_adapter(p.value)
         }
         return cls(whole, slots)  # type: ignore[arg-type]
 
@@ -122,7 +117,7 @@ class AdapterBank:
             that is not a target of the bank, is of another type than LoRA, or is for another base.
         """
         slot = self._checked_slot(slot)
-        checked_parts("adapter", adapter)
+        parts.checked_parts("adapter", adapter)
         if adapter.dense:
             raise ValueError(
                 f"{next(iter(adapter.dense))}: a bank has room for LoRA alone, and this parameter was "
@@ -134,17 +129,14 @@ class AdapterBank:
                 f"{unknown[0]}: not a target of the bank; give its targets= when it is made"
             )
         if check_base:
-            check_bases({p.path: p.value for p in trees.parameters_of(self.params)}, adapter)
-        slots, rest = dict(self.slots), set()
+            parts.check_bases(trees.values_of(self.params), adapter)
+        slots = {}
         for path, old in self.slots.items():
             value = adapter.weights.get(path)
-            new = [None] * 3 if value is None else _padded(path, value, old)
-            slots[path] = tuple(
-                _written(x, slot, jnp.zeros(x.shape[1:], x.dtype) if y is None else y)
-                for x, y in zip(old, new, strict=True)
-            )
-            if isinstance(matrix_of(value), RestLoRA):
-                rest.add(path)
+            new = (0, 0, 0) if value is None else _padded(path, value, old)
+            slots[path] = tuple(_written(x, slot, y) for x, y in zip(old, new, strict=True))
+        values = adapter.weights.items()
+        rest = {path for path, value in values if isinstance(matrix_of(value), RestLoRA)}
         return dataclasses.replace(self, slots=slots, params=_of_rest(self.params, rest))
 
     def remove(self, slot: int) -> Self:
@@ -182,9 +174,8 @@ class AdapterBank:
         if jnp.iinfo(slot.dtype).bits < 32:  # the capacity may be too large for this dtype
             slot = slot.astype(jnp.int32)
         # A negative index would count from the last slot.
-        return jnp.where((slot < 0) | (slot >= self.capacity), self.capacity, slot).astype(
-            jnp.int32
-        )
+        inside = (slot >= 0) & (slot < self.capacity)
+        return jnp.where(inside, slot, self.capacity).astype(jnp.int32)
 
     def _checked_slot(self, slot: Any) -> int:
         try:
@@ -254,7 +245,7 @@ def _of_rest(params: Params, paths: Collection[str]) -> Params:
 
 def _padded(path: str, value: Array, old: Array) -> tuple[Any, Any, Any]:
     """The factors of an adapter, padded with zeros to the rank of the bank, and its scale."""
-    lora = lora_of(path, value, "a bank has room for LoRA alone")
+    lora = parts.lora_of(path, value, "a bank has room for LoRA alone")
     rank, own = old[0].shape[-1], lora.a.shape[-1]
     if own > rank:
         raise ValueError(f"{path}: the adapter has rank {own}, the bank has room for {rank}")

@@ -18,17 +18,8 @@ from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.structure import free_summand
 from haiku_implicit.core.typing import Array, Params
-from haiku_implicit.params.adapters import vector_bank
-from haiku_implicit.params.adapters.parts import (
-    AdapterParts,
-    base_of,
-    check_bases,
-    check_paths_of,
-    check_whole,
-    checked_parts,
-    has_adapter,
-    with_base,
-)
+from haiku_implicit.params.adapters import parts, vector_bank
+from haiku_implicit.params.adapters.parts import AdapterParts
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.selection import describe
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -65,13 +56,13 @@ def merge_adapters(params: Params, *, requantize: bool = False) -> Params:
     done: dict[Any, Any] = {}
 
     def merged(parameter: trees.Parameter) -> Array:
-        check_whole(parameter.path, parameter.value)
+        parts.check_whole(parameter.path, parameter.value)
         same = jax.tree.structure(parameter.value), _leaf_ids(parameter.value)
         if same not in done:
             done[same] = trees.on_matrix(lambda own: _merged(own.value, requantize))(parameter)
         return done[same]
 
-    marks = [has_adapter(parameter.value) for parameter in parameters]
+    marks = [parts.has_adapter(parameter.value) for parameter in parameters]
     return trees.map_marked(whole, marks, merged)
 
 
@@ -80,15 +71,12 @@ merge_lora = merge_adapters
 
 
 def _merged(value: Array, requantize: bool) -> Array:
-    dense, base = materialize_array(value), base_of(value)
-    if requantize and isinstance(getattr(base, "matrix", base), QuantizedMatrix):
-        return _with_structure(base, base.requantize(dense))
-    return dense
-
-
-def _with_structure(old: Array, new: Array) -> Array:
-    """`new` with the tree structure of `old`, for optimizer states and compiled functions."""
-    same = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
+    dense, base = materialize_array(value), parts.base_of(value)
+    if not requantize or not isinstance(getattr(base, "matrix", base), QuantizedMatrix):
+        return dense
+    new = base.requantize(dense)
+    # With the tree structure of the base, for optimizer states and compiled functions.
+    same = jax.tree.unflatten(jax.tree.structure(base), jax.tree.leaves(new))
     return same if same.dtype == new.dtype else new
 
 
@@ -97,22 +85,17 @@ def _leaf_ids(value: Array) -> tuple[int, ...]:
     return tuple(map(id, jax.tree.leaves(value)))
 
 
-def _innermost(value: Array) -> Array:
-    """The base of a weight as its adapter holds it; for a view, the base of its matrix."""
-    return base_of(matrix_of(value))
-
-
 def _warn_of_untied(parameters: list[trees.Parameter]) -> None:
     """Warns of weights that share an array with another weight and will not after merging."""
     by_base: dict[tuple[int, ...], list[trees.Parameter]] = {}
     for p in parameters:
-        if base := _leaf_ids(_innermost(p.value)):
+        if base := _leaf_ids(parts.base_of(matrix_of(p.value))):
             by_base.setdefault(base, []).append(p)
     for tied in by_base.values():
-        first, *others = sorted(tied, key=lambda p: not has_adapter(p.value))
+        first, *others = sorted(tied, key=lambda p: not parts.has_adapter(p.value))
         other = next((p for p in others if _leaf_ids(p.value) != _leaf_ids(first.value)), None)
-        if other is not None and has_adapter(first.value):
-            has = "has another adapter" if has_adapter(other.value) else "has no adapter"
+        if other is not None and parts.has_adapter(first.value):
+            has = "has another adapter" if parts.has_adapter(other.value) else "has no adapter"
             warn_caller(
                 f"{first.path}: this weight is the same array as {other.path}, which {has}: once "
                 "merged, they are two different arrays. If the model ties them, give both the same "
@@ -153,13 +136,13 @@ def unmerge_adapters(params: Params, adapter: AdapterParts, *, check_base: bool 
       [[0. 0. 0.]
        [0. 0. 0.]]
     """
-    adapter = checked_parts("adapter", adapter)
+    adapter = parts.checked_parts("adapter", adapter)
     bank = adapter.dense.get(vector_bank.PATH)
-    parameters = {p.path: p.value for p in trees.parameters_of(params)}
-    check_paths_of(parameters, adapter.weights)
+    parameters = trees.values_of(params)
+    parts.check_paths_of(parameters, adapter.weights)
     if check_base:
         others = tuple(own for own in adapter.bases if own[0] not in adapter.weights)
-        check_bases(parameters, dataclasses.replace(adapter, bases=others))
+        parts.check_bases(parameters, dataclasses.replace(adapter, bases=others))
 
     def unmerged(parameter: trees.Parameter) -> Array:
         path, value = parameter.path, parameter.value
@@ -169,9 +152,10 @@ def unmerge_adapters(params: Params, adapter: AdapterParts, *, check_base: bool 
             raise ValueError(
                 f"{path}: expected the dense weight that merge_adapters made, got {describe(value)}"
             )
-        whole = vector_bank.put_into(with_base(adapter.weights[path], value), bank)
+        whole = vector_bank.put_into(parts.with_base(adapter.weights[path], value), bank)
+        weight = matrix_of(whole)
         try:
-            base = with_matrix(whole, _taken_out(matrix_of(whole)))
+            base = with_matrix(whole, _taken_out(weight, parts.base_of(weight)))
         except ValueError as e:
             raise ValueError(
                 f"{path}: {e}. Keep the base, and put adapters on it by set_adapter"
@@ -181,40 +165,36 @@ def unmerge_adapters(params: Params, adapter: AdapterParts, *, check_base: bool 
     return trees.map_parameters(unmerged, params)
 
 
-def _taken_out(weight: Array) -> jax.Array:
-    """The base of an adapted weight that holds the merged dense weight as its base.
+def _taken_out(weight: Array, merged: jax.Array) -> jax.Array:
+    """The base of an adapted weight, from the dense weight that it was merged into.
 
     Except for the refused types, an adapter changes every base in the same way, whatever its values.
+
+    Args:
+      weight: the adapters, on any base.
+      merged: the dense weight.
 
     Raises:
       ValueError: if the base cannot be recovered.
     """
-    merged = base_of(weight)
-
-    def undone(weight: Array, left: jax.Array) -> jax.Array:
-        match weight:
-            case Adapter(keeps_base=False):
-                raise ValueError(f"{type(weight).__name__} does not keep what it replaces")
-            case ScaledMatrix():
-                if not bool(jnp.all(weight.scale)):
-                    raise ValueError("a factor is zero, and what it was multiplied with is lost")
-                scale = jnp.expand_dims(weight.scale, -1 if weight.axis == -2 else -2)
-                return undone(weight.matrix, left / scale)
-            case Rotated():  # the inverse of a rotation is its transpose
-                rotation = materialize_array(weight.rotation)
-                return undone(weight.w, jnp.swapaxes(rotation, -1, -2) @ left)
-            case Adapter() | Sum():
-                equal = weight.equivalent()
-                # Merging has called `materialize`, so that a type's own one comes first.
-                merged_by_equal = type(weight).materialize is Adapter.materialize
-                if equal is not NotImplemented and merged_by_equal:
-                    return undone(equal, left)
+    match weight:
+        case Adapter(keeps_base=False):
+            raise ValueError(f"{type(weight).__name__} does not keep what it replaces")
+        case ScaledMatrix():
+            if not bool(jnp.all(weight.scale)):
+                raise ValueError("a factor is zero, and what it was multiplied with is lost")
+            scale = jnp.expand_dims(weight.scale, -1 if weight.axis == -2 else -2)
+            return _taken_out(weight.matrix, merged / scale)
+        case Rotated():  # the inverse of a rotation is its transpose
+            return _taken_out(weight.w, materialize_array(weight.rotation).mT @ merged)
+        case Adapter() | Sum():
+            equal = weight.equivalent()
+            # Merging has called `materialize`, so that a type's own one comes first.
+            if equal is NotImplemented or type(weight).materialize is not Adapter.materialize:
                 correction = weight._replace(w=jnp.zeros(weight.w.shape, weight.w.dtype))
                 if free_summand(correction) == 0:
-                    return undone(weight.w, left - materialize_array(correction))
-                if equal is not NotImplemented:
-                    return undone(equal, left)
+                    return _taken_out(weight.w, merged - materialize_array(correction))
+            if equal is NotImplemented:
                 raise ValueError(f"{type(weight).__name__} is not a sum of its weight and a rest")
-        return left
-
-    return undone(weight, merged)
+            return _taken_out(equal, merged)
+    return merged

@@ -131,7 +131,7 @@ def set_adapter(params: Params, adapter: AdapterParts | None, *, check_base: boo
     adapter = AdapterParts({}) if adapter is None else checked_parts("adapter", adapter)
     params, bank = vector_bank.without(params), adapter.dense.get(vector_bank.PATH)
     dense = {path: x for path, x in adapter.dense.items() if path != vector_bank.PATH}
-    parameters = {p.path: p.value for p in trees.parameters_of(params)}
+    parameters = trees.values_of(params)
     check_paths_of(parameters, (*adapter.weights, *dense))
     if check_base:
         check_bases(parameters, adapter)
@@ -248,20 +248,14 @@ def check_bases(parameters: Mapping[str, Array], adapter: AdapterParts) -> None:
             )
         base = base_of(parameters[path])
         if not _is_traced(base) and digest(base) != wanted:
-            _raise_other(path, base, path in adapter.weights)
-
-
-def _raise_other(path: str, base: Array, has_adapter: bool) -> None:
-    if has_adapter:
-        raise ValueError(
-            f"{path}: the adapter was made for another base than this {describe(base)}, so that it "
-            "would stand for other numbers. Give it that base, or check_base=False"
-        )
-    raise ValueError(
-        f"{path}: this parameter was another one where the adapter was taken out, and the adapter does "
-        "not hold it. If it was trained, too, give get_adapter trainable_dense=; if the model is "
-        "another one on purpose, check_base=False"
-    )
+            raise ValueError(
+                f"{path}: the adapter was made for another base than this {describe(base)}, so that it "
+                "would stand for other numbers. Give it that base, or check_base=False"
+                if path in adapter.weights
+                else f"{path}: this parameter was another one where the adapter was taken out, and the "
+                "adapter does not hold it. If it was trained, too, give get_adapter trainable_dense=; "
+                "if the model is another one on purpose, check_base=False"
+            )
 
 
 def _is_traced(value: Array) -> bool:

@@ -69,13 +69,9 @@ def combine_adapters(
             f"weights: expected one for each of the {len(adapters)} adapters, got {len(weights)}"
         )
     bases = _bases_of(adapters)
-    found = {}
+    found, pairs = {}, list(zip(adapters, weights, strict=True))
     for path in sorted({path for adapter in adapters for path in adapter.weights}):
-        own = [
-            (a.weights[path], w)
-            for a, w in zip(adapters, weights, strict=True)
-            if path in a.weights
-        ]
+        own = [(a.weights[path], by) for a, by in pairs if path in a.weights]
         parts = [(lora_of(path, value, "only LoRA can be combined"), by) for value, by in own]
         if merge is None:
             new = _joined(parts)
@@ -151,11 +147,9 @@ def _bases_of(adapters: Sequence[AdapterParts]) -> tuple[tuple[str, str], ...]:
 def _joined(parts: Sequence[tuple[LoRA, float]]) -> LoRA:
     """The exact sum, with the factors side by side."""
     first = parts[0][0]
-    scaled = []
-    for lora, weight in parts:
-        scale = jnp.asarray(weight * lora.scale, lora.a.dtype)
-        scaled.append(lora.a * (scale[..., None, None] if scale.ndim else scale))
-    a = jnp.concatenate(scaled, -1)
+    scales = [jnp.asarray(weight * lora.scale, lora.a.dtype) for lora, weight in parts]
+    own = zip(parts, scales, strict=True)
+    a = jnp.concatenate([lora.a * jnp.expand_dims(s, (-2, -1)) for (lora, _), s in own], -1)
     b = jnp.concatenate([lora.b for lora, _ in parts], -2)
     return first._replace(a=a, b=b, factor=None).completed()
 

@@ -127,9 +127,9 @@ def _collect(
     choice: trees.Choice,
 ) -> dict[str, jax.Array]:
     """A statistic of the inputs of each target, joined over the batches."""
-    weights = QuantizeOptions()
     parameters = trees.parameters_of(params)
-    marks = trees.marks_of(parameters, choice, weights.takes, weights.wanted)
+    weights = trees.of_weights(lambda parameter: parameter.value, QuantizeOptions())
+    marks = trees.marks_of(parameters, choice, weights)
     shapes = {p.path: choice.opened(p).value.shape for p in itertools.compress(parameters, marks)}
 
     def total(sums: dict[str, jax.Array], batch: Sequence[Any]) -> jax.Array:
@@ -258,7 +258,8 @@ def quantize_with_inputs(
                 _check_activation(method, own)
             return chosen.quantize(value, inputs[path], own, *numbers)
 
-    return trees.replace_marked(params, [path in inputs for path in paths], quantized, matrix_axes)
+    marks = [path in inputs for path in paths]
+    return trees.map_marked(params, marks, trees.on_matrix(quantized, matrix_axes))
 
 
 def _how_by_rule(

@@ -20,9 +20,7 @@ from haiku_implicit.params.quantizing.stats import fixed_stats, takes_stats
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.infer_axes import axes_of_use, uses_of
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf, open_matrix
-from haiku_implicit.params.trees.selection import (
-    errors_name,
-)
+from haiku_implicit.params.trees.selection import errors_name
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.numbers.ranges import ScaledAxes
@@ -426,9 +424,8 @@ def _with_scales(
     codes = quantize(w, config, ScaledAxes(tuple(own), w.ndim - 2))
     stored = stored_matrix(codes, config.qtype, w.dtype)._replace(axis=axis)
     stored = stored.with_activation(rule.activation)
-    return ConvertedMatrix.of(
-        stored, path=path, shared=shared, channelwise=not config.disable_channelwise_axes
-    )
+    channelwise = not config.disable_channelwise_axes
+    return ConvertedMatrix.of(stored, path=path, shared=shared, channelwise=channelwise)
 
 
 def _stored_for(use: Use, parameter: trees.Parameter, rule: QuantRule) -> Any:

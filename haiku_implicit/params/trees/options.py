@@ -9,18 +9,12 @@ import jax
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
-from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray, is_implicit
+from haiku_implicit.core.messages import shown
 from haiku_implicit.core.predicates import path_of
 from haiku_implicit.core.typing import Array, DType
-from haiku_implicit.params.trees.selection import (
-    Parameter,
-    describe,
-    errors_name,
-    is_matrix,
-    is_weight,
-)
-from haiku_implicit.params.trees.warnings import named, of_many_axes
+from haiku_implicit.params.trees import selection
+from haiku_implicit.params.trees.selection import Parameter
 from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
 from haiku_implicit.quantized.numbers.formats import RECIPES
 from haiku_implicit.quantized.numbers.options import is_positive_integer
@@ -40,15 +34,13 @@ class Room(NamedTuple):
     rank_of: Callable[[str], int]
     room_of: Callable[[str, tuple[int, ...]], int]
 
-    def takes(self, module_name: str, name: str, value: Array) -> bool:
-        """Whether a weight is a default target: dense or quantized, with room for the rank."""
-        return _may_hold(module_name, name, value) and self._fits(module_name, name, value)
+    def suits(self, module_name: str, name: str, value: Array) -> bool:
+        """Whether a parameter is a dense or quantized weight."""
+        held = isinstance(value, QuantizedMatrix | ScaledMatrix) or not is_implicit(value)
+        return held and selection.is_weight(module_name, name, value)
 
-    def leaves(self, module_name: str, name: str, value: Array) -> bool:
-        """Whether a weight would be a default target if it had more room."""
-        return _may_hold(module_name, name, value) and not self._fits(module_name, name, value)
-
-    def _fits(self, module_name: str, name: str, value: Array) -> bool:
+    def fits(self, module_name: str, name: str, value: Array) -> bool:
+        """Whether a weight has room for its rank."""
         path = path_of(module_name, name)
         return self.rank_of(path) <= self.room_of(path, tuple(value.shape))
 
@@ -68,7 +60,7 @@ class Room(NamedTuple):
         axes = (
             " infer_matrix_axes(apply, params, *args) finds which axes make one matrix of a weight of "
             "more than two, for matrix_axes=."
-            if of_many_axes(left)
+            if _of_many_axes(left)
             else ""
         )
         return (
@@ -76,12 +68,6 @@ class Room(NamedTuple):
             f"the last two axes): {named(left)}.{axes} Or give a smaller rank=, or leave them out by "
             "exclude="
         )
-
-
-def _may_hold(module_name: str, name: str, value: Array) -> bool:
-    """Whether a parameter is a dense or quantized weight."""
-    held = isinstance(value, QuantizedMatrix | ScaledMatrix) or not is_implicit(value)
-    return held and is_weight(module_name, name, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,20 +119,13 @@ class QuantizeOptions:
             raise ValueError(f"rules: expected them in place of {', '.join(both)}, got both")
         return new
 
-    def takes(self, module_name: str, name: str, value: Array) -> bool:
-        """Whether a weight is a default target: dense, also within LoRA, and divided by the groups.
+    def suits(self, module_name: str, name: str, value: Array) -> bool:
+        """Whether a parameter is a dense weight, also within LoRA.
 
         An axis of length one (a depthwise kernel `[h, w, 1, m]`) would give a scale to each number.
         """
-        return self._might_take(module_name, name, value) and self._divides(value)
-
-    def leaves(self, module_name: str, name: str, value: Array) -> bool:
-        """Whether a weight would be a default target if the groups divided it."""
-        return self._might_take(module_name, name, value) and not self._divides(value)
-
-    def _might_take(self, module_name: str, name: str, value: Array) -> bool:
         inner = value.w if isinstance(value, LoRA) else value
-        dense = is_weight(module_name, name, value) and not is_implicit(inner)
+        dense = selection.is_weight(module_name, name, value) and not is_implicit(inner)
         return dense and value.shape[self.axis] > 1
 
     @property
@@ -156,7 +135,7 @@ class QuantizeOptions:
             return RECIPES[self.dtype].multiple
         return self.group_size
 
-    def _divides(self, value: Array) -> bool:
+    def fits(self, module_name: str, name: str, value: Array) -> bool:
         """Whether the groups, and tiles of rows, divide the axes of a matrix."""
         size, length, rows = self.divisor, value.shape[self.axis], value.shape[-3 - self.axis]
         if size is None or isinstance(size, str):
@@ -179,7 +158,7 @@ class QuantizeOptions:
         """The warning about weights that the groups do not divide."""
         axis, size = self.axis, self.divisor
         what = "1 weight stays" if len(left) == 1 else f"{len(left)} weights stay"
-        axes = "; matrix_axes= makes a matrix of more than two axes" if of_many_axes(left) else ""
+        axes = "; matrix_axes= makes a matrix of more than two axes" if _of_many_axes(left) else ""
         axes += " (infer_matrix_axes finds it)" if axes else ""
         fitting = ""
         if isinstance(size, int):
@@ -208,16 +187,11 @@ class QuantizeOptions:
         check_matrix(path, value, "quantization", stacked)
         if is_implicit(value):
             raise ValueError(
-                f"{path}: this is {describe(value)}, and only a dense parameter (or the dense w of "
-                "LoRA) can be quantized. Leave it out by targets=, or materialize it first"
+                f"{path}: this is {selection.describe(value)}, and only a dense parameter (or the "
+                "dense w of LoRA) can be quantized. Leave it out by targets=, or materialize it first"
             )
-        with errors_name(path, value):
+        with selection.errors_name(path, value):
             return self.quantize(value)
-
-
-def zeros_for(value: Array) -> Zeros:
-    """Symbolic zeros of the shape and dtype of a value."""
-    return Zeros(shape=tuple(value.shape), dtype=value.dtype)
 
 
 def check_matrix(path: str, value: Array, what: str, stacked: int = 0) -> None:
@@ -226,11 +200,11 @@ def check_matrix(path: str, value: Array, what: str, stacked: int = 0) -> None:
     Args:
       stacked: how many of its leading axes stack layers: a stack of biases is not a matrix.
     """
-    if not is_matrix(value) or len(value.shape) - stacked < 2:
+    if not selection.is_matrix(value) or len(value.shape) - stacked < 2:
         axes = "two axes besides that of stacked layers" if stacked else "two axes"
         raise ValueError(
             f"{path}: {what} needs a floating-point parameter of at least {axes}, but this one is "
-            f"{describe(value)}. Leave it out by targets="
+            f"{selection.describe(value)}. Leave it out by targets="
         )
 
 
@@ -244,3 +218,13 @@ def checked_group_size(size: Any) -> GroupSize:
             f"{size!r}"
         )
     return tuple(size) if pair else size
+
+
+def named(left: Sequence[Parameter]) -> str:
+    """The paths, dtypes and shapes of some parameters."""
+    return shown([f"{p.path} ({selection.describe(p.value)})" for p in left])
+
+
+def _of_many_axes(left: Sequence[Parameter]) -> bool:
+    """Whether any of these weights has more axes than a matrix."""
+    return any(len(p.value.shape) - p.stacked > 2 for p in left)

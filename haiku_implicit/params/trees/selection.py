@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.array import is_implicit, short
 from haiku_implicit.core.keys import KeySource, as_key
 from haiku_implicit.core.predicates import Predicate, path_of
 from haiku_implicit.core.typing import Array
@@ -109,8 +109,7 @@ def in_tree(predicate: Predicate) -> Predicate:
 def describe(value: Array) -> str:
     """A value's dtype and shape, as in `float32[2,3]`, after its type if it is implicit."""
     kind = f"{type(value).__name__} " if is_implicit(value) else ""
-    shape = ",".join(map(str, value.shape))
-    return f"{kind}{getattr(value.dtype, 'name', value.dtype)}[{shape}]"
+    return kind + short(value)
 
 
 @contextlib.contextmanager

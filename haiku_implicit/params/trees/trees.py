@@ -9,27 +9,14 @@ import jax
 
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_no_half, check_values, is_implicit
-from haiku_implicit.core.predicates import (
-    Predicate,
-    Targets,
-    check_paths,
-    no_match,
-    predicate_of,
-)
+from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.predicates import Predicate, Targets, check_paths, no_match, predicate_of
 from haiku_implicit.core.typing import Array, Params, Tree
+from haiku_implicit.params.trees import selection
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf, check_given, open_matrix
-from haiku_implicit.params.trees.one_by_one import is_one_of_many
-from haiku_implicit.params.trees.options import QuantizeOptions, Room
-from haiku_implicit.params.trees.selection import (
-    Parameter,
-    describe,
-    errors_name,
-    in_tree,
-    is_complex_weight,
-    is_dense_matrix,
-    is_weight,
-)
-from haiku_implicit.params.trees.warnings import Text, warn_of_left_out
+from haiku_implicit.params.trees.one_by_one import is_news, is_one_of_many
+from haiku_implicit.params.trees.options import QuantizeOptions, Room, named
+from haiku_implicit.params.trees.selection import Parameter
 from haiku_implicit.quantized.products.rules import (
     OP_NAMES,
     QuantRule,
@@ -37,10 +24,11 @@ from haiku_implicit.quantized.products.rules import (
     warn_of_unused,
 )
 
+Parameters = Sequence[Parameter]
+Make = Callable[[Parameter], Array]  # the new value of a parameter
 
-def map_parameters(
-    fun: Callable[[Parameter], Array], tree: Tree, path: tuple[str, ...] = ()
-) -> Params:
+
+def map_parameters(fun: Make, tree: Tree, path: tuple[str, ...] = ()) -> Params:
     """Replaces each array in a nesting of mappings by `fun(parameter)`.
 
     Haiku makes only mappings, but other libraries put lists and tuples into them.
@@ -74,9 +62,12 @@ def parameters_of(tree: Tree) -> list[Parameter]:
     return found
 
 
-def on_matrix(
-    make: Callable[[Parameter], Array], given: MatrixAxesOf | None = None
-) -> Callable[[Parameter], Array]:
+def values_of(tree: Tree) -> dict[str, Any]:
+    """The arrays of a tree by their paths, `module/name`."""
+    return {p.path: p.value for p in parameters_of(tree)}
+
+
+def on_matrix(make: Make, given: MatrixAxesOf | None = None) -> Make:
     """`make` for parameters of which some are views of matrices: it gets and returns the matrices.
 
     Args:
@@ -92,14 +83,14 @@ def on_matrix(
     return made
 
 
-def map_matrices(fun: Callable[[Parameter], Array], tree: Tree) -> Params:
+def map_matrices(fun: Make, tree: Tree) -> Params:
     """Replaces each parameter of a tree, or the matrix of a view, by `fun(parameter)`."""
     return map_parameters(on_matrix(fun), tree)
 
 
 def none_of(function: str, kind: str, params: Params) -> ValueError:
     """The error of a function that finds no weights of its type, as in a wrapped function."""
-    found = ", ".join(f"{p.path} {describe(p.value)}" for p in parameters_of(params)[:4])
+    found = ", ".join(f"{p.path} {selection.describe(p.value)}" for p in parameters_of(params)[:4])
     return ValueError(
         f"{function}: expected parameters with {kind}, and there are none in: {found}. If there were "
         "before the call: within hki.value_and_grad, hki.grad and hki.use_implicit_args they are "
@@ -108,21 +99,7 @@ def none_of(function: str, kind: str, params: Params) -> ValueError:
     )
 
 
-def replace_marked(
-    params: Params,
-    marks: Sequence[bool],
-    make: Callable[[Parameter], Array],
-    given: MatrixAxesOf | None = None,
-) -> Params:
-    """Replaces each marked parameter of a tree, or the matrix of a view, by `make(parameter)`.
-
-    Args:
-      given: as for `on_matrix`.
-    """
-    return map_marked(params, marks, on_matrix(make, given))
-
-
-def map_marked(params: Params, marks: Sequence[bool], make: Callable[[Parameter], Array]) -> Params:
+def map_marked(params: Params, marks: Sequence[bool], make: Make) -> Params:
     """Replaces each marked parameter of a tree by `make(parameter)`, under a progress bar."""
     left = iter(marks)
     with progress.bar("parameters", sum(marks)) as run:
@@ -162,17 +139,12 @@ class Choice(NamedTuple):
         opened = open_matrix(parameter.path, value, self.matrix_axes)
         return parameter._replace(value=opened.matrix, is_matrix=opened.axes is not None)
 
-    def predicate(self, default: Predicate | None) -> Predicate:
-        """The predicate of `targets`; if it is None, the default, applied to matrices."""
-        of_matrix = default and (lambda *of: default(*self.opened(Parameter(*of))[:3]))
-        return predicate_of("targets", self.targets, of_matrix)
-
-    def chosen(self, parameters: Sequence[Parameter], default: Predicate) -> list[Parameter]:
+    def chosen(self, parameters: Parameters, default: Predicate) -> list[Parameter]:
         """The chosen ones of some parameters, opened; `default` is of weights without stacked axes."""
-        marks = self.marks(parameters, in_tree(default))
+        marks = self.marks(parameters, selection.in_tree(default))
         return [self.opened(p) for p in itertools.compress(parameters, marks)]
 
-    def marks(self, parameters: Sequence[Parameter], default: Predicate | None) -> list[bool]:
+    def marks(self, parameters: Parameters, default: Predicate | None) -> list[bool]:
         """Whether each parameter is chosen.
 
         Args:
@@ -184,7 +156,8 @@ class Choice(NamedTuple):
             check_given(self.matrix_axes, paths)
             check_paths("targets", self.targets, paths)
             check_paths("exclude", self.exclude, paths)
-        chosen = self.predicate(default)
+        of_matrix = default and (lambda *of: default(*self.opened(Parameter(*of))[:3]))
+        chosen = predicate_of("targets", self.targets, of_matrix)
         excluded = predicate_of("exclude", self.exclude, lambda *_: False)
         wanted, out = ([bool(f(*p[:3])) for p in parameters] for f in (chosen, excluded))
         if self.exclude not in (None, False) and not any(out) and not self.may_be_empty:
@@ -209,58 +182,51 @@ class Edit(NamedTuple):
       warn: warns of correct but unexpected results, by the parameters of a tree and the choice.
     """
 
-    make: Callable[[Parameter], Array]
+    make: Make
     takes: Predicate | None = None
-    nothing: Callable[[Sequence[Parameter], Choice], ValueError] | None = None
+    nothing: Callable[[Parameters, Choice], ValueError] | None = None
     fits: Callable[[Parameter], bool] | None = None
-    warn: Callable[[Sequence[Parameter], Choice], None] | None = None
+    warn: Callable[[Parameters, Choice], None] | None = None
 
 
-def of_weights(make: Callable[[Parameter], Array], default: Room | QuantizeOptions) -> Edit:
-    """An edit of weights, which warns of the weights that the default leaves out."""
-    return Edit(
-        make,
-        default.takes,
-        functools.partial(nothing_chosen, wanted=default.wanted),
-        warn=functools.partial(warn_of_others, leaves=default.leaves, told=default.told),
-    )
+# The default targets of an edit of weights: those that suit it, and that fit its options.
+Weights = Room | QuantizeOptions
+
+
+def of_weights(make: Make, default: Weights) -> Edit:
+    """An edit of weights, which warns of the weights that do not fit the options."""
+
+    def takes(*of: Any) -> bool:
+        return default.suits(*of) and default.fits(*of)
+
+    nothing = functools.partial(nothing_chosen, wanted=default.wanted)
+    return Edit(make, takes, nothing, warn=functools.partial(warn_of_others, default=default))
 
 
 def replace_targets(params: Params, choice: Choice, edit: Edit) -> Params:
     """Replaces each target in a tree. At least one has to be there, unless `choice` allows none."""
     parameters = parameters_of(params)
-    marks = choice.marks(parameters, edit.takes and in_tree(edit.takes))
-    if edit.fits is not None:
-        pairs = zip(parameters, marks, strict=True)
-        marks = [marked and edit.fits(choice.opened(p)) for p, marked in pairs]
-    if not any(marks) and not choice.may_be_empty:
-        raise (edit.nothing or nothing_chosen)(parameters, choice)
-    new = replace_marked(params, marks, edit.make, choice.matrix_axes)
+    marks = marks_of(parameters, choice, edit)
+    new = map_marked(params, marks, on_matrix(edit.make, choice.matrix_axes))
     if edit.warn is not None:
         edit.warn(parameters, choice)
     return new
 
 
-def marks_of(
-    parameters: Sequence[Parameter], choice: Choice, takes: Predicate, wanted: str
-) -> list[bool]:
-    """Whether each parameter is a target. At least one has to be, unless `choice` allows none.
-
-    Args:
-      parameters: the parameters of a tree.
-      choice: the choice of targets among them.
-      takes: the default targets.
-      wanted: the default targets in words, for errors.
-    """
-    marks = choice.marks(parameters, in_tree(takes))
+def marks_of(parameters: Parameters, choice: Choice, edit: Edit) -> list[bool]:
+    """Whether each parameter is a target. At least one has to be, unless `choice` allows none."""
+    marks = choice.marks(parameters, edit.takes and selection.in_tree(edit.takes))
+    if edit.fits is not None:
+        pairs = zip(parameters, marks, strict=True)
+        marks = [marked and edit.fits(choice.opened(p)) for p, marked in pairs]
     if not any(marks) and not choice.may_be_empty:
-        raise nothing_chosen(parameters, choice, wanted)
+        raise (edit.nothing or nothing_chosen)(parameters, choice)
     return marks
 
 
-def nothing_chosen(parameters: Sequence[Parameter], choice: Choice, wanted: str = "") -> ValueError:
+def nothing_chosen(parameters: Parameters, choice: Choice, wanted: str = "") -> ValueError:
     """The error for targets that choose nothing; raises if all weights are implicit already."""
-    number = sum(is_complex_weight(*p[:3]) for p in parameters)
+    number = sum(selection.is_complex_weight(*p[:3]) for p in parameters)
     if choice.targets is None:
         _check_not_done(parameters)
         if number:
@@ -268,35 +234,35 @@ def nothing_chosen(parameters: Sequence[Parameter], choice: Choice, wanted: str 
     return no_match("targets", choice.targets, [p.path for p in parameters], wanted=wanted)
 
 
-def warn_of_others(
-    parameters: Sequence[Parameter],
-    choice: Choice,
-    leaves: Predicate = lambda *_: False,
-    told: Text | None = None,
-) -> None:
-    """Warns of the weights that `targets=None` leaves out, unless `exclude` names them.
+def warn_of_others(parameters: Parameters, choice: Choice, default: Weights | None = None) -> None:
+    """Warns once of the weights that `targets=None` leaves out, unless `exclude` names them.
 
-    Args:
-      parameters: the parameters of a tree.
-      choice: the choice of targets among them.
-      leaves: the weights that do not fit.
-      told: the warning about these. Another sentence names complex weights.
+    These are complex weights, and weights that do not fit the options of the default.
     """
-    if choice.targets is None:
-        lenient = choice._replace(missing_ok=True)
-        left, others = (lenient.chosen(parameters, f) for f in (leaves, is_complex_weight))
-        warn_of_left_out(left, others, told)
+    if choice.targets is not None:
+        return
+    lenient, sentences = choice._replace(missing_ok=True), []
+    if default is not None:
+        left = lenient.chosen(parameters, lambda *p: default.suits(*p) and not default.fits(*p))
+        if left and is_news(type(default).__name__):
+            sentences.append(default.told(left))
+    of_complex = lenient.chosen(parameters, selection.is_complex_weight)
+    if of_complex and is_news("complex"):
+        names = named(of_complex)
+        sentences.append(f"complex weights are not supported, and stay as they are: {names}")
+    if sentences:
+        warn_caller(". ".join(sentences))
 
 
-def _check_not_done(parameters: Sequence[Parameter]) -> None:
+def _check_not_done(parameters: Parameters) -> None:
     """Raises if all weights are implicit already, as in a second call."""
-    done = [p for p in parameters if is_implicit(p.value) and is_weight(*p[:3])]
-    if done and not any(is_weight(*p[:3]) for p in parameters if not is_implicit(p.value)):
+    done = [p for p in parameters if selection.is_weight(*p[:3])]
+    if done and all(is_implicit(p.value) for p in done):
         first = done[0]
         raise ValueError(
             f"targets: all {len(done)} weights are implicit already; {first.path} is "
-            f"{describe(first.value)}. merge_lora and dequantize_params make them dense; targets= "
-            "names those of other types that are to be changed"
+            f"{selection.describe(first.value)}. merge_lora and dequantize_params make them dense; "
+            "targets= names those of other types that are to be changed"
         )
 
 
@@ -360,35 +326,36 @@ def by_rules(
     """
 
     def fits(parameter: Parameter) -> bool:
-        with errors_name(parameter.path, parameter.value):
-            return is_dense_matrix(parameter.value) and bool(decide(rules, parameter))
+        with selection.errors_name(parameter.path, parameter.value):
+            return selection.is_dense_matrix(parameter.value) and bool(decide(rules, parameter))
 
     def made(parameter: Parameter) -> Array:
-        with errors_name(parameter.path, parameter.value):
+        with selection.errors_name(parameter.path, parameter.value):
             return make(parameter, decide(rules, parameter))
 
-    def weights(parameters: Sequence[Parameter], choice: Choice) -> list[Parameter]:
-        return [p for p in choice.chosen(parameters, is_weight) if is_dense_matrix(p.value)]
+    def weights(parameters: Parameters, choice: Choice) -> list[Parameter]:
+        found = choice.chosen(parameters, selection.is_weight)
+        return [p for p in found if selection.is_dense_matrix(p.value)]
 
-    def nothing(parameters: Sequence[Parameter], choice: Choice) -> ValueError:
+    def nothing(parameters: Parameters, choice: Choice) -> ValueError:
         return _no_weights(rules, parameters, weights(parameters, choice))
 
-    def warn(parameters: Sequence[Parameter], choice: Choice) -> None:
+    def warn(parameters: Parameters, choice: Choice) -> None:
         warn_of_others(parameters, choice)
         found = weights(parameters, choice)
         if any(map(fits, found)) and not is_one_of_many():
             warn_of_unused(rules, [p.module_name for p in found])
 
-    return Edit(made, is_weight, nothing, fits, warn)
+    return Edit(made, selection.is_weight, nothing, fits, warn)
 
 
 def _no_weights(
-    rules: Sequence[QuantRule], parameters: Sequence[Parameter], weights: Sequence[Parameter]
+    rules: Sequence[QuantRule], parameters: Parameters, weights: Parameters
 ) -> ValueError:
     """The error for rules that quantize no weight; raises if all weights are implicit already."""
     if not weights:
         _check_not_done(parameters)
-    number = sum(is_complex_weight(*p[:3]) for p in parameters)
+    number = sum(selection.is_complex_weight(*p[:3]) for p in parameters)
     of_complex = f" ({number} complex weights are not supported)" if number else ""
     patterns = ", ".join(repr(rule.module_path) for rule in rules)
     modules = sorted({p.module_name for p in weights})

@@ -1,20 +1,25 @@
-"""The commands of a program: their flags, help, calls and output."""
+"""The commands of a program: their flags, help, calls, files and output."""
 
 import contextlib
 import dataclasses
 import difflib
+import functools
+import inspect
 import json
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from absl import flags
 
 from haiku_implicit.core.messages import printable
+from haiku_implicit.core.typing import Tree
+from haiku_implicit.files.loading import load
 from haiku_implicit.files.replacing import checked_target
+from haiku_implicit.params.adapters.parts import AdapterParts
 
 # Exit codes, as the shell expects them.
 DONE, FAILED, WRONG_USE = 0, 1, 2
@@ -55,14 +60,14 @@ class Command:
       name: its name.
       about: a line about it.
       arguments: the names of its arguments, in their order.
-      define: defines its flags.
+      defines: functions that define its flags, each in a `flag_values=`.
       run: runs it with the flags and the arguments. Returns a message to print, or None.
     """
 
     name: str
     about: str
     arguments: tuple[str, ...]
-    define: Callable[[flags.FlagValues], None]
+    defines: tuple[Callable[..., Any], ...]
     run: Callable[..., Said | None]
 
     @property
@@ -74,7 +79,8 @@ class Command:
         """The command's flags, before they are parsed."""
         values = flags.FlagValues()
         flags.DEFINE_bool("help", False, "Says all this.", short_name="h", flag_values=values)
-        self.define(values)
+        for define in self.defines:
+            define(flag_values=values)
         return values
 
     def help(self) -> str:
@@ -135,6 +141,18 @@ class Command:
         text = " ".join(text.split()) or type(error).__name__
         names = "|".join(map(re.escape, sorted(set(self.flags()) - {"h", "help"})))
         return re.sub(rf"(?<![-\w.])(?:(?=({names})=)|^(?=({names}): ))", "--", text)
+
+
+def command(
+    arguments: str, *defines: Callable[..., Any]
+) -> Callable[[Callable[..., Said | None]], Command]:
+    """Makes a command of the function that runs it: with its name, and with its docstring as help."""
+
+    def of(run: Callable[..., Said | None]) -> Command:
+        name, about = run.__name__.replace("_", "-"), inspect.getdoc(run) or ""
+        return Command(name, about, tuple(arguments.split()), defines, run)
+
+    return of
 
 
 def as_json(found: Any) -> str:
@@ -222,50 +240,89 @@ def _said(message: str, code: int) -> int:
     return code
 
 
-def check_target(values: flags.FlagValues, target: str, *, folder: bool = False) -> None:
+def check_target(values: flags.FlagValues, target: str, kind: str = "safetensors") -> None:
     """Checks, before any work, that a target can be written and does not exist yet.
 
     Args:
       values: the flags, with `--overwrite`.
-      target: the safetensors file.
-      folder: whether it is a folder instead.
+      target: the file or folder.
+      kind: what is written: 'safetensors', 'gguf', or a 'folder'.
 
     Raises:
       UsageError: if it exists, and `--overwrite` is not given; for the name of another kind of file.
       OSError: if its folder is missing.
     """
     suffix = os.path.splitext(target)[1].lower()
-    if suffix in _OTHERS and not folder:
+    if suffix in _OTHERS and kind == "safetensors":
         raise UsageError(
             f"{target}: what is written is a file of safetensors, and {suffix} is the name of another "
             "kind. `haiku-implicit convert` writes GGUF"
         )
-    if not folder:
+    if kind != "folder":
         checked_target(target)
-    check_there(values, target)
-
-
-def check_there(values: flags.FlagValues, target: str) -> None:
-    """Raises a `UsageError` if a target exists, and `--overwrite` is not given."""
     if os.path.exists(target) and not values.overwrite:
         raise UsageError(f"{target} is there already; --overwrite writes over it")
 
 
-def overwrite(values: flags.FlagValues) -> None:
-    """Defines the flag that `check_target` reads."""
-    switch(values, "overwrite", "Write over a file that is there.")
+def json_in(values: flags.FlagValues, name: str) -> Any:
+    """The value of a flag whose text is JSON."""
+    try:
+        return json.loads(str(values[name].value))
+    except ValueError as e:
+        raise UsageError(f"--{name}: not JSON: {e}") from e
 
 
-def text(values: flags.FlagValues, name: str, default: Any, about: str) -> None:
+def part_of(tree: Tree, values: flags.FlagValues, path: str) -> Tree:
+    """The part of a file's tree that --key names."""
+    for key in values.key.split("/") if values.key else ():
+        if not isinstance(tree, Mapping) or key not in tree:
+            found = ", ".join(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__name__
+            raise ValueError(f"{path}: --key: there is no {key!r}; there is {found}")
+        tree = tree[key]
+    return tree
+
+
+def read(values: flags.FlagValues, path: str) -> Tree:
+    """Reads the parameters in a file: a mapping of modules to mappings of arrays."""
+    tree = part_of(load(path), values, path)
+    if isinstance(tree, AdapterParts):
+        raise ValueError(
+            f"{path}: this is an adapter apart from its base; `merge --adapter` takes one"
+        )
+    modules = tree.items() if isinstance(tree, Mapping) else ()
+    for name, own in modules:
+        if not isinstance(own, Mapping) or not all(hasattr(x, "shape") for x in own.values()):
+            raise ValueError(
+                f"{path}: expected a model's parameters, a mapping of modules to mappings of arrays; "
+                f"{name!r} is no module. --key=NAME takes a part of the file"
+            )
+    if not modules:
+        raise ValueError(f"{path}: expected a model's parameters, got {type(tree).__name__}")
+    return tree
+
+
+# --- flags -----------------------------------------------------------------------------------------
+
+
+def text(name: str, about: str, default: str | None = None) -> Callable[..., Any]:
     """Defines a flag of text."""
-    flags.DEFINE_string(name, default, about, flag_values=values)
+    return functools.partial(flags.DEFINE_string, name, default, about)
 
 
-def number(values: flags.FlagValues, name: str, default: Any, about: str, least: int = 1) -> None:
+def number(name: str, about: str, default: int | None = None, least: int = 1) -> Callable[..., Any]:
     """Defines a flag of an integer."""
-    flags.DEFINE_integer(name, default, about, lower_bound=least, flag_values=values)
+    return functools.partial(flags.DEFINE_integer, name, default, about, lower_bound=least)
 
 
-def switch(values: flags.FlagValues, name: str, about: str) -> None:
+def switch(name: str, about: str) -> Callable[..., Any]:
     """Defines a flag that is on or off, and off by default."""
-    flags.DEFINE_bool(name, False, about, flag_values=values)
+    return functools.partial(flags.DEFINE_bool, name, False, about)
+
+
+# The flags of commands that read parameters, and of commands that write a TARGET.
+KEY = text("key", "The part of the file that holds the parameters, as in --key=params.")
+WRITING = (
+    switch("json", "Says what was written as JSON."),
+    switch("overwrite", "Write over a file that is there."),
+    KEY,
+)
