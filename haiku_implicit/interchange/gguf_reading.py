@@ -18,8 +18,7 @@ from haiku_implicit.core.typing import Array, DType, Tree
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.file_types import check_file, kind_of, not_a
 from haiku_implicit.files.shards import missing, names_of, numbered
-from haiku_implicit.interchange.ggml import KINDS, from_ggml
-from haiku_implicit.interchange.ggml_writing import gguf_package
+from haiku_implicit.interchange.ggml import KINDS, from_ggml, gguf_package
 from haiku_implicit.interchange.gguf_header import Field, Header, Row, header_of
 from haiku_implicit.interchange.names import Names, places_of
 from haiku_implicit.interchange.trees import Stored, tree_of

@@ -20,8 +20,8 @@ from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.files.replacing import replaced
-from haiku_implicit.interchange import ggml_writing
-from haiku_implicit.interchange.ggml_writing import as_float32, gguf_package, to_ggml
+from haiku_implicit.interchange import ggml
+from haiku_implicit.interchange.ggml import as_float32, gguf_package, to_ggml
 from haiku_implicit.interchange.gguf_header import Header, alignment_of
 from haiku_implicit.interchange.gguf_metadata import Info, fields_of, header
 from haiku_implicit.interchange.gguf_reading import header_of_model
@@ -257,9 +257,9 @@ class _Rules:
         if kinds is None:
             return _kind_of(name, path, weight)
         for kind in kinds:
-            if shape[-1] % ggml_writing.block_elements(kind) == 0:
+            if shape[-1] % ggml.block_elements(kind) == 0:
                 return kind
-        blocks = ", ".join(f"{ggml_writing.block_elements(kind)} for {kind}" for kind in kinds)
+        blocks = ", ".join(f"{ggml.block_elements(kind)} for {kind}" for kind in kinds)
         raise ValueError(
             f"{name}: rows of {shape[-1]} elements are not whole blocks ({blocks}). Give this tensor "
             f"another kind, as in kind={{'{name}': 'Q8_0', '.*': ...}}, or one to fall back "
@@ -271,12 +271,12 @@ def _checked_kinds(kinds: Kind) -> tuple[str, ...] | None:
     if kinds is None:
         return None
     several = [kinds] if isinstance(kinds, str) or not isinstance(kinds, Sequence) else kinds
-    return tuple(map(ggml_writing.checked_kind, several))
+    return tuple(map(ggml.checked_kind, several))
 
 
 def _kind_of(name: str, path: str, weight: Array) -> str:
     """The kind whose format a weight already has."""
-    found = ggml_writing.kind_of(weight)
+    found = ggml.kind_of(weight)
     if found is None or getattr(weight, "axis", -1) != -1:
         raise ValueError(
             f"{name}: {path} is {_described(weight)}, which is not the format of a GGUF file. Give a "
