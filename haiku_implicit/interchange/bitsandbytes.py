@@ -27,20 +27,15 @@ _FORMATS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 _PARTS_OF_4 = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
-def quantized(tensors: Tensors) -> tuple[list[Stored], set[str]]:
-    """Finds the weights that bitsandbytes quantized, and the names of all their tensors."""
-    found: list[Stored] = []
-    used: set[str] = set()
+def quantized(tensors: Tensors) -> list[Stored]:
+    """Finds the weights that bitsandbytes quantized."""
+    found = []
     for name in tensors.files:
         if match := _STATE.fullmatch(name):
-            weight = match["weight"]
-            found.append(_four_bits(tensors, weight, name, _FORMATS[match["kind"]]))
-            used |= {weight, name, *(f"{weight}.{part}" for part in _PARTS_OF_4)}
+            found.append(_four_bits(tensors, match["weight"], name, _FORMATS[match["kind"]]))
         elif name.endswith(".SCB"):
-            module = name.removesuffix(".SCB")
-            found.append(_eight_bits(tensors, module))
-            used |= {f"{module}.weight", name, f"{module}.weight_format"}
-    return found, used
+            found.append(_eight_bits(tensors, name.removesuffix(".SCB")))
+    return found
 
 
 # --- 4 bits --------------------------------------------------------------------------------------
@@ -68,7 +63,8 @@ def _four_bits(tensors: Tensors, name: str, state_name: str, format_name: str) -
             raise ValueError(f"quant_map: not that of {format_name}. `dequantize` makes it dense")
         return _matrix(codes.reshape(shape), scales, state, format_name)
 
-    return Stored(name, shape_of, read)
+    uses = (name, state_name, *(f"{name}.{part}" for part in _PARTS_OF_4))
+    return Stored(name, shape_of, read, uses)
 
 
 def _state_of(tensors: Tensors, name: str) -> dict[str, Any]:
@@ -144,4 +140,5 @@ def _eight_bits(tensors: Tensors, module: str) -> Stored:
         scale = tensors.array(f"{module}.SCB", "F32", codes.shape[:1])[:, None] / np.float32(127)
         return QuantizedMatrix.from_parts(codes, scale, dtype="int8", axis=-1)
 
-    return Stored(name, lambda: tensors.shape(name), read)
+    uses = tuple(f"{module}.{part}" for part in ("weight", "SCB", "weight_format"))
+    return Stored(name, lambda: tensors.shape(name), read, uses)

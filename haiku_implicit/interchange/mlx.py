@@ -6,7 +6,6 @@ the lowest. A group of inputs has a scale in `X.scales` and an offset in `X.bias
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,34 +22,24 @@ _BITS = (2, 3, 4, 5, 6, 8)
 _FLOATS = "F16 BF16 F32"
 
 
-class _Settings(NamedTuple):
-    """The bits of a code, and the number of codes that share a scale."""
-
-    bits: int
-    group_size: int
-
-
-def quantized(
-    tensors: Tensors, where: str, config: Mapping[str, Json]
-) -> tuple[list[Stored], set[str]]:
-    """Finds the weights that MLX quantized, and the names of all their tensors.
+def quantized(tensors: Tensors, where: str, config: Mapping[str, Json]) -> list[Stored]:
+    """Finds the weights that MLX quantized.
 
     Args:
       tensors: the tensors of the checkpoint.
       where: the place of the configuration, for errors.
       config: `group_size`, `bits`, `mode`, and the same keys for single modules under their names.
     """
-    found: list[Stored] = []
-    used: set[str] = set()
-    for name in tensors.files:
-        module = name.removesuffix(".scales")
-        if name.endswith(".scales") and f"{module}.weight" in tensors.files:
-            found.append(_stored(tensors, module, where, config))
-            used |= {f"{module}.{part}" for part in ("weight", "scales", "biases")}
-    return found, used
+    modules = [x.removesuffix(".scales") for x in tensors.files if x.endswith(".scales")]
+    return [
+        _stored(tensors, module, where, config)
+        for module in modules
+        if f"{module}.weight" in tensors.files
+    ]
 
 
-def _settings(where: str, config: Mapping[str, Json], module: str) -> _Settings:
+def _settings(where: str, config: Mapping[str, Json], module: str) -> tuple[int, int]:
+    """The bits of a code, and the number of codes that share a scale."""
     own = config.get(module, {})
     if own is False:
         raise CheckpointError(f"{where}: {module}: false, and there are scales of it")
@@ -64,14 +53,14 @@ def _settings(where: str, config: Mapping[str, Json], module: str) -> _Settings:
         )
     if type(size) is not int or size <= 0 or size % 8:
         raise CheckpointError(f"{where}: group_size: expected a multiple of 8, got {brief(size)}")
-    return _Settings(bits, size)
+    return bits, size
 
 
 def _stored(tensors: Tensors, module: str, where: str, config: Mapping[str, Json]) -> Stored:
     def shape() -> tuple[int, ...]:
-        settings = _settings(where, config, module)
+        bits, _ = _settings(where, config, module)
         *lead, words = tensors.shape(f"{module}.weight")
-        return *lead, words * 32 // settings.bits
+        return *lead, words * 32 // bits
 
     def read(dense: bool) -> QuantizedMatrix:
         bits, size = _settings(where, config, module)
@@ -86,4 +75,5 @@ def _stored(tensors: Tensors, module: str, where: str, config: Mapping[str, Json
             packed, np.array(scales), np.array(biases), dtype=f"uint{bits}", axis=-1
         )
 
-    return Stored(f"{module}.weight", shape, read)
+    uses = tuple(f"{module}.{part}" for part in ("weight", "scales", "biases"))
+    return Stored(f"{module}.weight", shape, read, uses)

@@ -10,7 +10,7 @@ import numpy as np
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.matrix_view import view_of
-from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
 from haiku_implicit.core.progress import bar
 from haiku_implicit.core.typing import Array, DType, Tree
@@ -18,9 +18,6 @@ from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers.casts import may_overflow, overflows
-
-# How many parameters an error names.
-_MOST = 5
 
 
 class Stored(NamedTuple):
@@ -33,11 +30,13 @@ class Stored(NamedTuple):
       read: returns a NumPy array, which may be a view of the file, or a `QuantizedMatrix` with groups
         along the last axis. With True it may return dense values instead, if a `QuantizedMatrix` cannot
         hold them; otherwise that is an error.
+      uses: the names of the tensors that a quantized one consists of.
     """
 
     name: str
     shape: Callable[[], tuple[int, ...]]
     read: Callable[[bool], np.ndarray | QuantizedMatrix]
+    uses: tuple[str, ...] = ()
 
 
 class _Placed(NamedTuple):
@@ -149,9 +148,8 @@ def _check_like(placed: Mapping[str, _Placed], like: Tree, where: str) -> None:
             expected = f"expected {list(wanted[path])}, got {list(shape)}"
             wrong.append(f"{path}: {expected} of {stored.name} {list(in_file)}")
     if wrong:
-        more = f"; and {len(wrong) - _MOST} more" if len(wrong) > _MOST else ""
         raise CheckpointError(
-            f"{where}: not the parameters of `like`: {'; '.join(wrong[:_MOST])}{more}"
+            f"{where}: not the parameters of `like`: {shown(wrong, separator='; ')}"
         )
 
 
