@@ -231,6 +231,19 @@ def brief(x: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def expect(right: bool, where: str, expected: str, found: Any) -> None:
+    """Raises unless a value in a file is right.
+
+    Args:
+      right: whether it is.
+      where: its place, for the error.
+      expected: what is expected there.
+      found: the value.
+    """
+    if not right:
+        raise CheckpointError(f"{where}: expected {expected}, got {brief(found)}")
+
+
 def table(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, Tensor]:
     """The table of tensors, given as `(name, dtype, shape)` in their order in the file."""
     found, end = {}, 0

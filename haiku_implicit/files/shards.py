@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from haiku_implicit.core.messages import shown
-from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.files.container import CheckpointError, expect
 from haiku_implicit.files.file_types import read_json
 
 # As in model-00002-of-00003.safetensors, also before a variant: model-00002-of-00003.fp16.safetensors.
@@ -168,10 +168,7 @@ def _listed(index: pathlib.Path) -> Shards:
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{index}: weight_map: missing")
     for name, file in listed.items():
-        plain = isinstance(file, str) and file.isprintable()
-        if not plain or pathlib.PurePath(file).name != file:
-            raise CheckpointError(
-                f"{index}: weight_map: {name}: expected a file beside it, got {brief(file)}"
-            )
+        plain = isinstance(file, str) and file.isprintable() and pathlib.PurePath(file).name == file
+        expect(plain, f"{index}: weight_map: {name}", "a file beside it", file)
     of_tensors = {name: index.with_name(file) for name, file in listed.items()}
     return Shards(tuple(dict.fromkeys(of_tensors.values())), index.name, of_tensors)

@@ -1,14 +1,18 @@
-"""Reads the header of a GGUF file: its metadata and its table of tensors, all checked.
+"""The header of a GGUF file, its metadata and its table of tensors: read and checked, and written.
 
-Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. (The package `gguf` can't write empty
+or nested lists.)
 """
 
+import collections
 import math
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from haiku_implicit.files.container import CheckpointError, brief
 
@@ -35,6 +39,13 @@ _FOREIGN |= {152: "IQ5_KS", 153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT", 156: "I
 _FOREIGN |= {157: "IQ2_KL", 158: "IQ1_KT"}
 # Keys of a model in several files: the number of files, this file's number, and the tensors in all.
 _SPLIT = ("split.count", "split.no", "split.tensors.count")
+_ARCHITECTURE = "general.architecture"
+_FILE_TYPE, _VERSION = "general.file_type", "general.quantization_version"
+# Keys that describe the division into files, or the kind of the tensors.
+_NOT_KEPT = ("split.", _FILE_TYPE)
+
+# A tensor to write: its name, its kind, and its shape in NumPy's order.
+Named = tuple[str, str, tuple[int, ...]]
 
 
 class Field(NamedTuple):
@@ -107,6 +118,9 @@ class Header(NamedTuple):
     def num_tensors(self) -> int | None:
         """The number of tensors in all files of the model; None if the file does not say."""
         return self._number("split.tensors.count", None)
+
+
+# --- reading ---------------------------------------------------------------------------------------
 
 
 class _Ended(Exception):
@@ -304,3 +318,134 @@ class _Reader:
         if self._lists > _MOST_LISTS:
             raise _Damaged(f"more than {_MOST_LISTS:,} lists in lists in its metadata")
         return Field(kind, [self.field(inner, depth + 1) for _ in range(count)], inner)
+
+
+# --- writing ---------------------------------------------------------------------------------------
+
+
+def fields_of(
+    gguf: Any, metadata: Mapping[str, Any], source: Mapping[str, Field], tensors: Sequence[Named]
+) -> dict[str, Field]:
+    """The metadata of a file.
+
+    Args:
+      gguf: the package.
+      metadata: the user's keys; None removes a key.
+      source: the metadata that is copied from another file.
+      tensors: the tensors of the file.
+
+    Raises:
+      ValueError: for a value that a file can't hold, or if there is no architecture.
+    """
+    fields = {key: field for key, field in source.items() if not key.startswith(_NOT_KEPT)}
+    fields |= _about(gguf, tensors)
+    for key, value in metadata.items():
+        if value is None:
+            fields.pop(key, None)
+        else:
+            try:
+                fields[key] = _field(gguf, key, value)
+                _text(key), _packed(fields[key])
+            except (struct.error, OverflowError, UnicodeEncodeError) as e:
+                raise ValueError(f"metadata: {key!a}: a file can't hold {value!r} ({e})") from None
+    if _ARCHITECTURE not in fields:
+        raise ValueError(
+            f"metadata: {_ARCHITECTURE!r} is missing. Give it, with the other keys that its programs "
+            "read, or metadata_from=, the file that the model came from"
+        )
+    alignment = fields.get(ALIGNMENT, Field(gguf.GGUFValueType.UINT32, 32))
+    if alignment.kind != gguf.GGUFValueType.UINT32 or alignment.value.bit_count() != 1:
+        raise ValueError(
+            f"metadata: {ALIGNMENT!r}: expected a power of two, got {alignment.contents()!r}"
+        )
+    return {_ARCHITECTURE: fields.pop(_ARCHITECTURE)} | fields
+
+
+def _about(gguf: Any, tensors: Sequence[Named]) -> dict[str, Field]:
+    """The file's type, which programs show, and the version of the quantized blocks."""
+    uint32 = gguf.GGUFValueType.UINT32
+    sizes: collections.Counter[str] = collections.Counter()
+    for _, kind, shape in tensors:
+        sizes[kind] += math.prod(shape)
+    most = sizes.most_common(1)[0][0] if sizes else "F32"
+    prefixes = ("ALL_", "MOSTLY_")
+    found = [x for x in gguf.LlamaFileType if x.name.startswith(tuple(p + most for p in prefixes))]
+    about = {_VERSION: Field(uint32, gguf.GGML_QUANT_VERSION)}
+    return about | ({_FILE_TYPE: Field(uint32, int(found[0]))} if found else {})
+
+
+_TYPES = {bool: "BOOL", str: "STRING", float: "FLOAT32"}
+
+
+def _field(gguf: Any, key: str, value: Any) -> Field:
+    """Converts a user's value to a field."""
+    types = gguf.GGUFValueType
+    if isinstance(value, list | tuple | np.ndarray):
+        each = [_field(gguf, key, x) for x in value]
+        inner = {field.kind for field in each}
+        if inner == {types.INT32, types.UINT32}:  # some are negative
+            inner = {types.INT32}
+        if len(inner) != 1:
+            raise ValueError(
+                f"metadata: {key}: expected a list of numbers or texts of one type, got {value!r}"
+            )
+        (kind,) = inner
+        return Field(types.ARRAY, each if kind == ARRAY else [x.value for x in each], kind)
+    if isinstance(value, np.generic):
+        name = "BOOL" if value.dtype == bool else value.dtype.name.upper()
+        if name in types.__members__:
+            return Field(types[name], value.item())
+    elif type(value) in _TYPES:
+        str(value).encode()  # strictly
+        return Field(types[_TYPES[type(value)]], value)
+    elif type(value) is int and -(2**31) <= value < 2**32:
+        return Field(types.INT32 if value < 0 else types.UINT32, value)
+    raise ValueError(
+        f"metadata: {key}: expected a text, a number, a boolean or a list of them, got {value!r}. "
+        "Larger integers: numpy.uint64, numpy.int64"
+    )
+
+
+def header(gguf: Any, fields: Mapping[str, Field], tensors: Sequence[Named]) -> bytes:
+    """The beginning of a file, up to its first tensor.
+
+    Args:
+      gguf: the package.
+      fields: the metadata.
+      tensors: the tensors, which follow in this order, each padded to the alignment.
+    """
+    alignment, offset = alignment_of(fields), 0
+    found = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
+    for key, field in fields.items():
+        found += _text(key) + struct.pack("<I", field.kind) + _packed(field)
+    for name, kind, shape in tensors:
+        number = gguf.GGMLQuantizationType[kind]
+        elements, size = gguf.GGML_QUANT_SIZES[number]
+        found += _text(name)
+        found += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], number, offset)
+        offset += -(-math.prod(shape) // elements * size // alignment) * alignment
+    return found + bytes(-len(found) % alignment)
+
+
+def _text(text: str, errors: str = "strict") -> bytes:
+    data = text.encode("utf-8", errors)
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(text: str) -> bytes:
+    """A text of the metadata, with the bytes that another file has."""
+    return _text(text, "surrogateescape")
+
+
+def _packed(field: Field) -> bytes:
+    """The bytes of a value, without its type."""
+    if field.kind == STRING:
+        return _value(field.value)
+    if field.kind != ARRAY:
+        return struct.pack(f"<{LAYOUTS[field.kind]}", field.value)
+    assert field.inner is not None
+    head = struct.pack("<IQ", field.inner, len(field.value))
+    if field.inner in LAYOUTS:
+        return head + struct.pack(f"<{len(field.value)}{LAYOUTS[field.inner]}", *field.value)
+    each = map(_value if field.inner == STRING else _packed, field.value)
+    return head + b"".join(each)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 import sys
@@ -88,10 +87,7 @@ def load_gguf(
     elif not isinstance(file, GGUFFile):
         file = open_gguf(file)
     _check_kinds(file.tensors, names, file.path)
-    stored = [
-        Stored(t.name, functools.partial(_shape, t), functools.partial(_read, t))
-        for t in file.tensors
-    ]
+    stored = list(map(_stored, file.tensors))
     return tree_of(stored, names, file.path, dtype=dtype, like=like, dequantize=dequantize)
 
 
@@ -290,12 +286,11 @@ def _check_kinds(tensors: list[Tensor], names: Names, where: str) -> None:
         )
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.shape
+def _stored(tensor: Tensor) -> Stored:
+    def read(dense: bool) -> np.ndarray | QuantizedMatrix:
+        assert tensor.data is not None  # `_check_kinds`
+        if tensor.kind in _DENSE:
+            return tensor.data
+        return from_ggml(tensor.data, tensor.kind, axis=-1)
 
-
-def _read(tensor: Tensor, dense: bool) -> np.ndarray | QuantizedMatrix:
-    assert tensor.data is not None  # `_check_kinds`
-    if tensor.kind in _DENSE:
-        return tensor.data
-    return from_ggml(tensor.data, tensor.kind, axis=-1)
+    return Stored(tensor.name, lambda: tensor.shape, read)

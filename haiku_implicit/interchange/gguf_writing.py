@@ -6,7 +6,6 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,8 +21,7 @@ from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.files.replacing import replaced
 from haiku_implicit.interchange import ggml
 from haiku_implicit.interchange.ggml import as_float32, gguf_package, to_ggml
-from haiku_implicit.interchange.gguf_header import Header, alignment_of
-from haiku_implicit.interchange.gguf_metadata import Info, fields_of, header
+from haiku_implicit.interchange.gguf_header import Header, alignment_of, fields_of, header
 from haiku_implicit.interchange.gguf_reading import header_of_model
 from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.params.trees import trees
@@ -89,15 +87,16 @@ def save_gguf(
     gguf = gguf_package()
     source = None if metadata_from is None else _opened(metadata_from)
     tensors = _planned(params, names, source, kind)
-    infos = [_info(gguf, t) for t in tensors]
-    fields = fields_of(gguf, metadata or {}, source.fields if source else {}, infos)
-    alignment, beginning = alignment_of(fields), header(gguf, fields, infos)
+    named = [t[:3] for t in tensors]
+    fields = fields_of(gguf, metadata or {}, source.fields if source else {}, named)
+    alignment, beginning = alignment_of(fields), header(gguf, fields, named)
     with replaced(path) as temporary, open(temporary, "wb") as file:
         file.write(beginning)
         with progress.bar("tensors", len(tensors)) as run:
-            for t, info in zip(tensors, infos, strict=True):
-                file.write(run(t.name, _data_of, t).data)
-                file.write(bytes(-info.nbytes % alignment))
+            for t in tensors:
+                data = run(t.name, _data_of, t)
+                file.write(data.data)
+                file.write(bytes(-data.nbytes % alignment))
 
 
 # --- tensors ---------------------------------------------------------------------------------------
@@ -292,11 +291,6 @@ def _described(weight: Array) -> str:
         return f"{kind} {weight.dtype.name}{list(weight.shape)}"
     groups = f"groups of {weight.group_size} along the {'rows' if weight.axis == -1 else 'columns'}"
     return f"{weight.format} in {groups} of the tensor, with scales in {weight.scale_dtype}"
-
-
-def _info(gguf: ModuleType, t: _Tensor) -> Info:
-    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[t.kind]]
-    return Info(t.name, t.shape, t.kind, math.prod(t.shape) // elements * size)
 
 
 def _data_of(t: _Tensor) -> np.ndarray:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from haiku_implicit.core.messages import shown
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, DType, Json, Tree
-from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.files.container import CheckpointError, expect
 from haiku_implicit.interchange import bitsandbytes, gptq_awq, mlx
 from haiku_implicit.interchange.names import Names, places_of
 from haiku_implicit.interchange.quantization_config import METHOD
@@ -175,8 +175,6 @@ def _method_of(where: str, own: Mapping[str, Any]) -> str:
     if not methods and ("load_in_4bit" in own or "load_in_8bit" in own):  # of older versions
         return "bitsandbytes"
     method = methods[0] if methods else None
-    if not isinstance(method, str) or method not in _METHODS:
-        raise CheckpointError(
-            f"{where}: quant_method: expected one of {', '.join(_METHODS)}, got {brief(method)}"
-        )
-    return method
+    known = isinstance(method, str) and method in _METHODS
+    expect(known, f"{where}: quant_method", f"one of {', '.join(_METHODS)}", method)
+    return str(method)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from haiku_implicit.core.predicates import compiled
-from haiku_implicit.files.container import CheckpointError, brief, is_shape
+from haiku_implicit.files.container import CheckpointError, expect, is_shape
 from haiku_implicit.files.file_types import read_json
 
 
@@ -178,8 +178,7 @@ def read_names(path: str | os.PathLike[str]) -> Callable[[str], Places]:
       'gpt/layer_11/attention/w'
     """
     found = read_json(path, "correct it there")
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected an object {{pattern: place}}, got {brief(found)}")
+    expect(isinstance(found, dict), str(path), "an object {pattern: place}", found)
     try:
         return names_by_pattern({key: _places_in_json(key, x) for key, x in found.items()})
     except ValueError as e:
@@ -194,16 +193,12 @@ def _place_in_json(pattern: str, place: Any) -> str | Place:
     if isinstance(place, str):
         return place
     known = isinstance(place, dict) and set(place) <= {"path", "axes", "shape"}
-    if not known or not isinstance(place.get("path"), str):
-        raise ValueError(
-            f"{pattern!r}: expected 'module/name', null or an object with path, axes and shape, got "
-            f"{brief(place)}"
-        )
+    known = known and isinstance(place.get("path"), str)
+    expected = "'module/name', null or an object with path, axes and shape"
+    expect(known, repr(pattern), expected, place)
     for key in ("axes", "shape"):
-        if place.get(key) is not None and not is_shape(place[key]):
-            raise ValueError(
-                f"{pattern!r}: {key}: expected a list of numbers, got {brief(place[key])}"
-            )
+        right = place.get(key) is None or is_shape(place[key])
+        expect(right, f"{pattern!r}: {key}", "a list of numbers", place.get(key))
     return Place(
         place["path"], *(place.get(key) and tuple(place[key]) for key in ("axes", "shape"))
     )

@@ -159,7 +159,10 @@ def read_config(path: str | os.PathLike[str]) -> JsonObject:
     """
     path = pathlib.Path(path)
     path = (path if path.is_dir() else path.parent) / CONFIG
-    return _json(path) if path.exists() else {}
+    config = read_json(path) if path.exists() else {}
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected an object, got {type(config).__name__}")
+    return config
 
 
 def _hint(folder: pathlib.Path) -> str:
@@ -168,10 +171,3 @@ def _hint(folder: pathlib.Path) -> str:
         return ". Pickled weights (.bin) are not read; save the model as safetensors"
     kind = kind_of(folder)
     return f". {kind.way_out}" if kind.name == "folder" else f": it is {kind.what}. {kind.way_out}"
-
-
-def _json(path: pathlib.Path) -> JsonObject:
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected an object, got {type(found).__name__}")
-    return found
