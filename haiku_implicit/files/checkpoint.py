@@ -4,8 +4,8 @@ import functools
 import os
 import pathlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Sharding
@@ -31,7 +31,7 @@ class Checkpoint(Mapping[Any, Any]):
     implicit arrays and Python values, the value itself, read from the file and checked.
     """
 
-    def __init__(self, structure: Structure, path: str, source: "Source | Memory"):
+    def __init__(self, structure: Structure, path: str, source: "Source"):
         self._structure, self._path, self._source = structure, path, source
 
     @property
@@ -152,12 +152,12 @@ class Source:
 
     Args:
       path: the main file.
+      files: all files, by their indices in the structure.
       numpy: whether arrays are returned as views of the files.
     """
 
-    def __init__(self, path: str, numpy: bool):
-        self.path, self.numpy = path, numpy
-        self.files, self.structure = _opened(path)
+    def __init__(self, path: str, files: "Sequence[File | Memory]", numpy: bool):
+        self.path, self.files, self.numpy = path, files, numpy
 
     def read(self, leaf: Leaf, sharding: Sharding | None = None) -> Array:
         """Reads an array and checks its bytes; puts it on the devices of a sharding, if given."""
@@ -165,7 +165,7 @@ class Source:
             raise ValueError(f"{self.path}: {leaf.name}: the checkpoint has been closed")
         if sharding is not None:
             return placing.placed(leaf, sharding, lambda: self.read(leaf), self._boxes(leaf))
-        if not leaf.parts:
+        if len(leaf.tensors) == 1:
             return self._array(leaf, leaf.tensors[0], leaf.weak_type, self.numpy)
         whole = self._boxes(leaf)(tuple((0, n) for n in leaf.shape))
         if self.numpy:
@@ -197,32 +197,18 @@ class Source:
         self.files = []
 
 
-class Memory:
-    """The counterpart of `Source` for a tree of NumPy arrays in memory.
+class Memory(NamedTuple):
+    """The counterpart of a `File`: arrays in memory, by their names in a structure."""
 
-    Args:
-      path: the file that it is from.
-      arrays: the arrays by their names in the structure.
-      numpy: whether arrays are returned as NumPy arrays.
-    """
+    path: str
+    arrays: Mapping[str, Array]
 
-    def __init__(self, path: str, arrays: Mapping[str, Array], numpy: bool):
-        self.path, self.arrays, self.numpy = path, arrays, numpy
-
-    def read(self, leaf: Leaf, sharding: Sharding | None = None) -> Array:
-        """Returns an array; on the devices of a sharding, if given."""
-        if sharding is not None:
-            host = self.arrays[leaf.name]
-            box = lambda box: host[tuple(slice(*ends) for ends in box)]  # noqa: E731
-            return placing.placed(leaf, sharding, lambda: self.read(leaf), box)
-        data = dtypes.bytes_of(self.arrays[leaf.name])
-        return dtypes.array_of(data, leaf.dtype, leaf.shape, leaf.weak_type, self.numpy)
-
-    def close(self) -> None:
-        """Does nothing, since this does not open files."""
+    def bytes_of(self, name: str) -> np.ndarray:
+        """The bytes of an array, `[bytes]` uint8."""
+        return dtypes.bytes_of(self.arrays[name])
 
 
-def _opened(path: str) -> tuple[list[File], Structure]:
+def opened(path: str) -> tuple[list[File], Structure]:
     """Opens the files of a checkpoint, and checks that they fit its structure."""
     while True:
         main = open_container(path)

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from haiku_implicit.core.messages import printable
+
 METADATA = "__metadata__"
 
 # The format's own limit.
@@ -53,8 +55,7 @@ class CheckpointError(ValueError):
 
 def one_line(text: str) -> str:
     """Makes a text safe for an error: no line breaks or terminal control characters."""
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    text = printable(text)
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
 
 

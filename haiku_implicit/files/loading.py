@@ -7,7 +7,7 @@ import os
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import foreign, optax_types  # noqa: F401  (the latter registers types)
-from haiku_implicit.files.checkpoint import Checkpoint, Memory, Source
+from haiku_implicit.files.checkpoint import Checkpoint, Memory, Source, opened
 from haiku_implicit.files.container import CheckpointError, is_container
 from haiku_implicit.files.file_types import check_file
 from haiku_implicit.files.saving import Path
@@ -84,7 +84,7 @@ def load(
             structure, arrays = describe(tree)
         except CheckpointError as e:
             raise CheckpointError(f"{path}: {e}") from None
-        checkpoint = Checkpoint(structure, "", Memory(path, arrays, numpy))
+        checkpoint = Checkpoint(structure, "", Source(path, [Memory(path, arrays)], numpy))
     with checkpoint:
         return checkpoint.read(only=only, like=like, shardings=shardings)
 
@@ -116,5 +116,6 @@ def open_checkpoint(path: Path, *, numpy: bool = False) -> Checkpoint:
       {'linear': {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32), 'b': ...}}
       [0. 0. 0.]
     """
-    source = Source(os.path.abspath(path), numpy)
-    return Checkpoint(source.structure, "", source)
+    path = os.path.abspath(path)
+    files, structure = opened(path)
+    return Checkpoint(structure, "", Source(path, files, numpy))

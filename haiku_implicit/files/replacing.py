@@ -39,11 +39,13 @@ def check_folder(given: str, folder: str) -> None:
     raise FileNotFoundError(f"{given}: the folder {folder} is not there. Make it first")
 
 
-def named(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    """An error of the system that names `path` instead of the temporary file next to it."""
-    if error.errno is None:
-        return error
-    return OSError(error.errno, error.strerror, os.fspath(path))
+@contextlib.contextmanager
+def naming_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of the system name `path` in place of the temporary file next to it."""
+    try:
+        yield
+    except OSError as e:
+        raise e if e.errno is None else OSError(e.errno, e.strerror, os.fspath(path)) from None
 
 
 @contextlib.contextmanager
@@ -63,15 +65,14 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[str]:
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}")
     try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as e:
+        with naming_errors(given):
+            yield temporary
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        if isinstance(e, OSError):
-            raise named(e, given) from None
         raise
     sync_folder(path)
 

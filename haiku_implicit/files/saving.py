@@ -1,17 +1,48 @@
-"""`save`: writes trees to safetensors files, atomically."""
+"""`save`: writes trees to safetensors files, atomically, from one process or several.
+
+If arrays are on the devices of several processes, each process writes the parts on its devices.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-from haiku_implicit.core.typing import Tree
-from haiku_implicit.files import several_processes
+from haiku_implicit.core.typing import Array, Tree
+from haiku_implicit.files import container, dtypes, naming
 from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.files.structure import check_readable, describe
+from haiku_implicit.files.parts import Box, Part, box_of
+from haiku_implicit.files.replacing import checked_target, naming_errors, sync_folder
+from haiku_implicit.files.structure import (
+    Leaf,
+    Structure,
+    check_readable,
+    describe,
+    leaves_of,
+    with_leaves,
+)
+from haiku_implicit.files.writing import (
+    PART,
+    Stored,
+    divided,
+    main_metadata,
+    number_in,
+    part_text,
+    write_file,
+)
 
 Path = str | os.PathLike[str]
+# The key for checksums in a file of parts, which the writer of the main file reads.
+_CRCS = "haiku_implicit.crcs"
+_LEADER = 0
 
 
 def save(path: Path, tree: Tree, *, max_shard_bytes: int = 2_000_000_000) -> None:
@@ -69,4 +100,226 @@ def save(path: Path, tree: Tree, *, max_shard_bytes: int = 2_000_000_000) -> Non
         if isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(f"{name}: a ShapeDtypeStruct, which has no values. Give arrays")
     check_readable(structure)
-    several_processes.save(path, structure, arrays, max_shard_bytes)
+    _save(path, structure, arrays, max_shard_bytes)
+
+
+def is_spread(x: Any) -> bool:
+    """Whether parts of an array are on devices of other processes."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def _save(
+    given: str | os.PathLike[str],
+    structure: Structure,
+    arrays: Mapping[str, Array],
+    max_shard_bytes: int,
+) -> None:
+    """Saves a tree of arrays. If they are on devices of several processes, all of these call this.
+
+    After each step the processes tell each other whether it succeeded, so that one that fails does not
+    keep the others waiting.
+    """
+    spread = any(map(is_spread, arrays.values()))
+    me = jax.process_index() if spread else _LEADER
+    plan, crcs = _planned(structure, arrays, max_shard_bytes), dict[str, int]()
+    path, count = os.path.realpath(given), len(plan.files) - 1
+    agreed = functools.partial(_agreed, path, spread)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(naming_errors(given))
+        number, main = _begun(given, me, stack, agreed)
+        number = _sent(number, me) if spread else number
+        names = [naming.shard_name(path, number, i, count) for i in range(1, count + 1)]
+        own = [i for i in range(1, count + 1) if plan.writers[i] == me]
+        try:
+            with agreed("write its part"):
+                for i in own:
+                    part = {PART: part_text(path, number)}
+                    _write(names[i - 1], plan.files[i], part, crcs, spread)
+                if own:
+                    sync_folder(path)
+            with agreed("write the main file"):
+                if main is not None:
+                    _finish(main, path, number, plan, names, crcs)
+        except BaseException:
+            if main is None or os.path.exists(main.name):  # else it is the checkpoint by now
+                for name in [names[i - 1] for i in own] + ([main.name] if main else []):
+                    naming.remove(name)
+            raise
+    if me == _LEADER:
+        naming.remove_leftovers(path, lambda: number_in(path))
+
+
+def _begun(
+    given: str | os.PathLike[str], me: int, stack: contextlib.ExitStack, agreed: Any
+) -> tuple[str, BinaryIO | None]:
+    """Begins a save: returns its number and, in the leading process, its main file."""
+    number, main = "0" * 16, None
+    with agreed("begin"):
+        path = checked_target(given)
+        if me == _LEADER:
+            number, main = naming.start(path)
+            stack.enter_context(main)
+    return number, main
+
+
+def _sent(number: str, me: int) -> str:
+    """The number of a save, which the leading process sends to all others."""
+    sent = np.frombuffer(bytes.fromhex(number), np.uint8)
+    received = multihost_utils.broadcast_one_to_all(sent, is_source=me == _LEADER)
+    return np.asarray(received, np.uint8).tobytes().hex()
+
+
+@contextlib.contextmanager
+def _agreed(path: str, spread: bool, what: str) -> Iterator[None]:
+    """Waits at its end for all processes, and raises in all of them if one has an error.
+
+    (Only for an `Exception`, not for an interrupt of this process.) Does nothing unless arrays are
+    spread over processes.
+    """
+    if not spread:
+        yield
+        return
+    error = None
+    try:
+        yield
+    except Exception as e:
+        error = e
+    failed = multihost_utils.process_allgather(np.array(error is not None))
+    if error is not None:
+        raise error
+    if np.any(failed):
+        others = ", ".join(map(str, np.flatnonzero(failed)))
+        raise CheckpointError(
+            f"{path}: not saved, as process {others} could not {what}; its own error says why"
+        )
+
+
+def _write(
+    name: str, tensors: list[Stored], part: dict[str, str], crcs: dict[str, int], spread: bool
+) -> None:
+    """Writes a file next to the main one, with its checksums if another process may write that."""
+
+    def known() -> dict[str, str]:
+        texts = {tensor.name: f"{crcs.get(tensor.name, 0):08x}" for tensor in tensors}
+        return part | ({_CRCS: json.dumps(texts)} if spread else {})
+
+    with open(name, "xb") as file:
+        write_file(file, tensors, crcs, known)
+
+
+def _finish(
+    main: BinaryIO, path: str, number: str, plan: _Plan, names: list[str], crcs: dict[str, int]
+) -> None:
+    """Writes the main file, with own checksums and those in the files of other processes."""
+    for name, writer in zip(names, plan.writers[1:], strict=True):
+        if writer == _LEADER:
+            continue
+        try:
+            texts = json.loads(container.File(name).metadata[_CRCS])
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{name}: process {writer} has written it, and process {_LEADER} does not see it. Save "
+                "to a folder that all processes share"
+            ) from None
+        crcs |= {tensor: int(crc, 16) for tensor, crc in texts.items()}
+    files = [os.path.basename(name) for name in names]
+    metadata = functools.partial(main_metadata, plan.structure, crcs, number, files)
+    write_file(main, plan.files[0], crcs, metadata)
+    naming.commit(main, path)
+    sync_folder(path)
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """The files to write and their writers: the same in all processes.
+
+    Attributes:
+      structure: the tree's structure, with the file of each array.
+      files: the tensors of each file. The first one is the main file.
+      writers: the process that writes each file.
+    """
+
+    structure: Structure
+    files: list[list[Stored]]
+    writers: list[int]
+
+
+def _planned(structure: Structure, arrays: Mapping[str, Array], max_shard_bytes: int) -> _Plan:
+    leaves, processes = list(leaves_of(structure)), range(jax.process_count())
+    taken, written = {leaf.name for leaf in leaves}, dict.fromkeys(processes, 0)
+    main: list[Stored] = []
+    own: dict[int, list[Stored]] = {process: [] for process in processes}
+    parts: dict[str, list[Part]] = {leaf.name: [] for leaf in leaves}
+    for leaf in leaves:
+        x = arrays[leaf.name]
+        if not is_spread(x):
+            read = functools.partial(dtypes.bytes_of, x)
+            main.append(Stored(leaf.name, leaf.dtype, leaf.shape, read))
+            parts[leaf.name] += leaf.tensors
+            continue
+        for box, process in _boxes(leaf, x, written):
+            name = _name(leaf, box, taken)
+            part = Part(name, 0, tuple(a for a, _ in box), tuple(b - a for a, b in box))
+            read = functools.partial(_bytes_of, x, leaf, box)
+            own[process].append(Stored(name, leaf.dtype, part.shape, read))
+            parts[leaf.name].append(part)
+    files = divided(main, max_shard_bytes)
+    writers = [_LEADER] * len(files)
+    for process, tensors in own.items():
+        found = divided(tensors, max_shard_bytes) if tensors else []
+        files += found
+        writers += [process] * len(found)
+    places = {tensor.name: i for i, tensors in enumerate(files) for tensor in tensors}
+
+    def placed(leaf: Leaf) -> Leaf:
+        of_files = (part._replace(file=places[part.name]) for part in parts[leaf.name])
+        return leaf._replace(parts=tuple(of_files))
+
+    return _Plan(with_leaves(structure, placed), files, writers)
+
+
+def _boxes(leaf: Leaf, x: jax.Array, written: dict[int, int]) -> list[tuple[Box, int]]:
+    """The boxes of an array, each with its writer: the idlest of the processes that hold it.
+
+    Adds their sizes to the bytes that each process writes.
+    """
+    holders: dict[Box, set[int]] = {}
+    places: Any = x.sharding.devices_indices_map(x.shape)
+    for device, index in places.items():
+        holders.setdefault(box_of(index, x.shape), set()).add(device.process_index)
+    if len(holders) > 1 and _is_key(x):
+        raise CheckpointError(
+            f"{leaf.name}: random keys that are split over processes. Save jax.random.key_data of them"
+        )
+    found = []
+    for box, processes in sorted(holders.items()):
+        process = min(processes, key=lambda p: (written[p], p))
+        written[process] += 1 + int(np.prod([b - a for a, b in box])) * max(x.dtype.itemsize, 1)
+        found.append((box, process))
+    return found
+
+
+def _name(leaf: Leaf, box: Box, taken: set[str]) -> str:
+    """A unique name for a box of an array; the array's own name for all of it."""
+    if box == tuple((0, n) for n in leaf.shape):
+        return leaf.name
+    name = f"{leaf.name}[{','.join(f'{a}:{b}' for a, b in box)}]"
+    while name in taken:
+        name += "'"
+    taken.add(name)
+    return name
+
+
+def _bytes_of(x: jax.Array, leaf: Leaf, box: Box) -> np.ndarray:
+    """The bytes of a box on a device of this process."""
+    if _is_key(x):  # whole, on each of its devices
+        return dtypes.bytes_of(x.addressable_data(0))
+    shards = x.addressable_shards
+    found = next(s.data for s in shards if box_of(s.index, leaf.shape) == box)
+    return dtypes.bytes_of(found)
+
+
+def _is_key(x: jax.Array) -> bool:
+    return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))

@@ -110,10 +110,10 @@ def main_metadata(
     """
 
     def known(leaf: Leaf) -> Leaf:
-        own = tuple(part._replace(crc=crcs.get(part.name, 0)) for part in leaf.parts)
-        return leaf._replace(crc=crcs.get(leaf.name, 0), parts=own)
+        parts = (part._replace(crc=crcs.get(part.name, 0)) for part in leaf.tensors)
+        return leaf._replace(parts=tuple(parts))
 
-    version = VERSIONS[any(leaf.parts for leaf in leaves_of(structure))]
+    version = VERSIONS[any(len(leaf.parts) > 1 for leaf in leaves_of(structure))]
     tree = to_json(with_leaves(structure, known))
     found = {"version": version, "save": number, "files": list(names), "tree": tree}
     text = json.dumps(found, separators=(",", ":"))

@@ -10,7 +10,7 @@ import numpy as np
 
 from haiku_implicit.core.typing import JsonObject
 from haiku_implicit.files import dtypes
-from haiku_implicit.files.checkpoint import Source
+from haiku_implicit.files.checkpoint import opened
 from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.file_types import kind_of, open_container, read_json
 from haiku_implicit.files.shards import shards_in, shards_of
@@ -148,7 +148,7 @@ def _opened(path: str) -> list[File]:
     """Opens a file, or all files of a checkpoint that `save` wrote."""
     file = open_container(path)
     ours = ENTRY in file.metadata or PART in file.metadata
-    return Source(path, numpy=True).files if ours else [file]
+    return opened(path)[0] if ours else [file]
 
 
 def read_config(path: str | os.PathLike[str]) -> JsonObject:
