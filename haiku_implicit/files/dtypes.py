@@ -24,14 +24,10 @@ _NATIVE = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
 }
 _PAIRS = dict(complex64="F32", complex128="F64")
-_BYTES = [
-    name
-    for name in (
-        *("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3"),
-        *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    )
-    if hasattr(ml_dtypes, name)  # older versions lack some
-]
+_BYTES = (
+    *("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3"),
+    *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
 _NONE = "float0"
 _KEYS = "key:"
 _IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -44,17 +40,12 @@ _DTYPES = {
 } | {_NONE: jax.dtypes.float0}
 
 # The dtypes in other programs' files, with our names for them.
-FOREIGN = {
-    **{stored: name for name, stored in _NATIVE.items()},
-    **dict(C64="complex64"),
-    **{
-        stored: name
-        for stored, name in dict(
-            F8_E8M0="float8_e8m0fnu", F8_E4M3FNUZ="float8_e4m3fnuz", F8_E5M2FNUZ="float8_e5m2fnuz"
-        ).items()
-        if name in _BYTES
-    },
-}
+FOREIGN = {stored: name for name, stored in _NATIVE.items()} | dict(
+    C64="complex64",
+    F8_E8M0="float8_e8m0fnu",
+    F8_E4M3FNUZ="float8_e4m3fnuz",
+    F8_E5M2FNUZ="float8_e5m2fnuz",
+)
 
 
 def is_array(x: Any) -> bool:

@@ -59,13 +59,12 @@ def _read_npz(path: str) -> dict[str, dict[str, Array]]:
                 if name in modules.setdefault(module, {}):
                     raise CheckpointError(f"{path}: {key}: is in the file twice")
                 modules[module][name] = _read_member(f"{path}: {key}", file, member)
-    except CheckpointError:
-        raise
-    except OSError as e:
-        if e.errno != errno.EINVAL:  # a seek to before the file's beginning
-            raise
-        raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None
     except Exception as e:  # zipfile raises many types of errors for a damaged archive
+        of_system = (
+            isinstance(e, OSError) and e.errno != errno.EINVAL
+        )  # a seek to before its beginning
+        if of_system or isinstance(e, CheckpointError):
+            raise
         raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None
     return modules
 

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from haiku_implicit.core.typing import Array
+from haiku_implicit.interchange import runs_of_bits
 
 
 class _Number(NamedTuple):
@@ -51,19 +52,11 @@ class _Bits(NamedTuple):
     run: int
     below: int = 0
 
-    @property
-    def _shifts(self) -> np.ndarray:
-        return np.arange(0, 8, self.bits, dtype=np.uint8)[:, None]
-
     def read(self, data: np.ndarray) -> np.ndarray:
-        runs = data.reshape(*data.shape[:-1], -1, 1, self.run) >> self._shifts & (2**self.bits - 1)
-        runs <<= self.below
-        return runs.reshape(*data.shape[:-1], -1)
+        return runs_of_bits.unpacked(data, self.bits, self.run) << np.uint8(self.below)
 
     def write(self, codes: np.ndarray) -> np.ndarray:
-        own = codes.astype(np.uint8) >> self.below & (2**self.bits - 1)
-        runs = own.reshape(*own.shape[:-1], -1, 8 // self.bits, self.run) << self._shifts
-        return np.bitwise_or.reduce(runs, axis=-2).reshape(*own.shape[:-1], -1)
+        return runs_of_bits.packed(codes >> self.below, self.bits, self.run)
 
 
 class _ScalesOfQ4K(NamedTuple):

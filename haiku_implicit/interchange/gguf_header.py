@@ -9,18 +9,21 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.interchange.ggml import gguf_package
 
 # `struct`'s format of a number in the metadata, by the number of its type.
 LAYOUTS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 ALIGNMENT = "general.alignment"
 _WIDTHS = {kind: struct.calcsize(f"<{layout}") for kind, layout in LAYOUTS.items()}
-_UINT32, STRING, ARRAY = 4, 8, 9
+_UINT32, _INT32, STRING, ARRAY = 4, 5, 8, 9
+# The types of NumPy's numbers, and of Python's values.
+_KINDS = {np.dtype(layout): kind for kind, layout in LAYOUTS.items()}
+_PYTHON_KINDS = {bool: _KINDS[np.dtype(bool)], str: STRING, float: _KINDS[np.dtype(np.float32)]}
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 8
 # Limits on nested lists, on the entries and the texts of all lists, and on lists in lists. (The largest
@@ -131,12 +134,11 @@ class _Damaged(Exception):
     """The header has an impossible value."""
 
 
-def header_of(path: str, gguf: ModuleType) -> Header:
+def header_of(path: str) -> Header:
     """Reads the header of a GGUF file, in either byte order.
 
     Args:
       path: the file, which begins like a GGUF file.
-      gguf: the package, for the sizes of blocks.
 
     Raises:
       CheckpointError: if the header is incomplete or has an impossible value.
@@ -145,7 +147,7 @@ def header_of(path: str, gguf: ModuleType) -> Header:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         read = _Reader(data)
         try:
-            return _header(read, gguf)
+            return _header(read)
         except _Ended:
             raise CheckpointError(
                 f"{path}: truncated or damaged GGUF file: it ends at byte {len(data):,}, before "
@@ -155,7 +157,7 @@ def header_of(path: str, gguf: ModuleType) -> Header:
             raise CheckpointError(f"{path}: truncated or damaged GGUF file: {e}") from None
 
 
-def _header(read: "_Reader", gguf: ModuleType) -> Header:
+def _header(read: "_Reader") -> Header:
     (version,) = read.numbers("I")
     if version and not version % 2**16:
         read.order, read.offset = ">", 4
@@ -166,7 +168,7 @@ def _header(read: "_Reader", gguf: ModuleType) -> Header:
     read.within = "its metadata"
     fields = _fields(read, num_keys)
     read.within = "its table of tensors"
-    rows = list(_rows(read, num_tensors, gguf))
+    rows = list(_rows(read, num_tensors))
     alignment = alignment_of(fields)
     data = -(-read.offset // alignment) * alignment
     rows = [row._replace(start=data + row.start, stop=data + row.stop) for row in rows]
@@ -196,9 +198,10 @@ def _fields(read: "_Reader", count: int) -> dict[str, Field]:
     return found
 
 
-def _rows(read: "_Reader", count: int, gguf: ModuleType) -> Iterator[Row]:
+def _rows(read: "_Reader", count: int) -> Iterator[Row]:
     """Yields the rows of the table, with offsets from the end of the header."""
-    sizes = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    of_package = gguf_package().GGML_QUANT_SIZES
+    sizes = {int(kind): (kind.name, *size) for kind, size in of_package.items()}
     names: set[str] = set()
     for _ in range(count):
         name = read.text()
@@ -324,12 +327,11 @@ class _Reader:
 
 
 def fields_of(
-    gguf: Any, metadata: Mapping[str, Any], source: Mapping[str, Field], tensors: Sequence[Named]
+    metadata: Mapping[str, Any], source: Mapping[str, Field], tensors: Sequence[Named]
 ) -> dict[str, Field]:
     """The metadata of a file.
 
     Args:
-      gguf: the package.
       metadata: the user's keys; None removes a key.
       source: the metadata that is copied from another file.
       tensors: the tensors of the file.
@@ -338,13 +340,13 @@ def fields_of(
       ValueError: for a value that a file can't hold, or if there is no architecture.
     """
     fields = {key: field for key, field in source.items() if not key.startswith(_NOT_KEPT)}
-    fields |= _about(gguf, tensors)
+    fields |= _about(tensors)
     for key, value in metadata.items():
         if value is None:
             fields.pop(key, None)
         else:
             try:
-                fields[key] = _field(gguf, key, value)
+                fields[key] = _field(key, value)
                 _text(key), _packed(fields[key])
             except (struct.error, OverflowError, UnicodeEncodeError) as e:
                 raise ValueError(f"metadata: {key!a}: a file can't hold {value!r} ({e})") from None
@@ -353,68 +355,61 @@ def fields_of(
             f"metadata: {_ARCHITECTURE!r} is missing. Give it, with the other keys that its programs "
             "read, or metadata_from=, the file that the model came from"
         )
-    alignment = fields.get(ALIGNMENT, Field(gguf.GGUFValueType.UINT32, 32))
-    if alignment.kind != gguf.GGUFValueType.UINT32 or alignment.value.bit_count() != 1:
+    alignment = fields.get(ALIGNMENT, Field(_UINT32, 32))
+    if alignment.kind != _UINT32 or alignment.value.bit_count() != 1:
         raise ValueError(
             f"metadata: {ALIGNMENT!r}: expected a power of two, got {alignment.contents()!r}"
         )
     return {_ARCHITECTURE: fields.pop(_ARCHITECTURE)} | fields
 
 
-def _about(gguf: Any, tensors: Sequence[Named]) -> dict[str, Field]:
+def _about(tensors: Sequence[Named]) -> dict[str, Field]:
     """The file's type, which programs show, and the version of the quantized blocks."""
-    uint32 = gguf.GGUFValueType.UINT32
+    gguf = gguf_package()
     sizes: collections.Counter[str] = collections.Counter()
     for _, kind, shape in tensors:
         sizes[kind] += math.prod(shape)
     most = sizes.most_common(1)[0][0] if sizes else "F32"
-    prefixes = ("ALL_", "MOSTLY_")
-    found = [x for x in gguf.LlamaFileType if x.name.startswith(tuple(p + most for p in prefixes))]
-    about = {_VERSION: Field(uint32, gguf.GGML_QUANT_VERSION)}
-    return about | ({_FILE_TYPE: Field(uint32, int(found[0]))} if found else {})
+    names = f"ALL_{most}", f"MOSTLY_{most}"
+    found = [int(x) for x in gguf.LlamaFileType if x.name.startswith(names)]
+    about = {_VERSION: Field(_UINT32, gguf.GGML_QUANT_VERSION)}
+    return about | ({_FILE_TYPE: Field(_UINT32, found[0])} if found else {})
 
 
-_TYPES = {bool: "BOOL", str: "STRING", float: "FLOAT32"}
-
-
-def _field(gguf: Any, key: str, value: Any) -> Field:
+def _field(key: str, value: Any) -> Field:
     """Converts a user's value to a field."""
-    types = gguf.GGUFValueType
     if isinstance(value, list | tuple | np.ndarray):
-        each = [_field(gguf, key, x) for x in value]
+        each = [_field(key, x) for x in value]
         inner = {field.kind for field in each}
-        if inner == {types.INT32, types.UINT32}:  # some are negative
-            inner = {types.INT32}
+        if inner == {_INT32, _UINT32}:  # some are negative
+            inner = {_INT32}
         if len(inner) != 1:
             raise ValueError(
                 f"metadata: {key}: expected a list of numbers or texts of one type, got {value!r}"
             )
         (kind,) = inner
-        return Field(types.ARRAY, each if kind == ARRAY else [x.value for x in each], kind)
-    if isinstance(value, np.generic):
-        name = "BOOL" if value.dtype == bool else value.dtype.name.upper()
-        if name in types.__members__:
-            return Field(types[name], value.item())
-    elif type(value) in _TYPES:
+        return Field(ARRAY, each if kind == ARRAY else [x.value for x in each], kind)
+    if isinstance(value, np.generic) and value.dtype in _KINDS:
+        return Field(_KINDS[value.dtype], value.item())
+    if type(value) in _PYTHON_KINDS:
         str(value).encode()  # strictly
-        return Field(types[_TYPES[type(value)]], value)
-    elif type(value) is int and -(2**31) <= value < 2**32:
-        return Field(types.INT32 if value < 0 else types.UINT32, value)
+        return Field(_PYTHON_KINDS[type(value)], value)
+    if type(value) is int and -(2**31) <= value < 2**32:
+        return Field(_INT32 if value < 0 else _UINT32, value)
     raise ValueError(
         f"metadata: {key}: expected a text, a number, a boolean or a list of them, got {value!r}. "
         "Larger integers: numpy.uint64, numpy.int64"
     )
 
 
-def header(gguf: Any, fields: Mapping[str, Field], tensors: Sequence[Named]) -> bytes:
+def header(fields: Mapping[str, Field], tensors: Sequence[Named]) -> bytes:
     """The beginning of a file, up to its first tensor.
 
     Args:
-      gguf: the package.
       fields: the metadata.
       tensors: the tensors, which follow in this order, each padded to the alignment.
     """
-    alignment, offset = alignment_of(fields), 0
+    gguf, alignment, offset = gguf_package(), alignment_of(fields), 0
     found = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
     for key, field in fields.items():
         found += _text(key) + struct.pack("<I", field.kind) + _packed(field)

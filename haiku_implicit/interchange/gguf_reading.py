@@ -183,7 +183,7 @@ def header_of_model(path: str | os.PathLike[str]) -> Header:
     """Returns the metadata of a model, and the tables of all its files, in either byte order."""
     path = os.fspath(path)
     _check_beginning(path)
-    own = header_of(path, gguf_package())
+    own = header_of(path)
     if own.order != "<":
         return own
     headers = list(_parts(path).values())
@@ -201,9 +201,9 @@ def _check_beginning(path: str) -> None:
 
 def _header(path: str) -> Header:
     """The header of a file in this machine's byte order."""
-    gguf = gguf_package()
+    gguf_package()  # an ImportError before others
     _check_beginning(path)
-    header = header_of(path, gguf)
+    header = header_of(path)
     if header.order != "<" or sys.byteorder != "little":
         raise CheckpointError(f"{path}: only little-endian GGUF files are read, on such machines")
     return header

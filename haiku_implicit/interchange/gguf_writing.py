@@ -84,12 +84,12 @@ def save_gguf(
       output.weight Q8_0 [64, 3]
       output.bias F32 [3]
     """
-    gguf = gguf_package()
+    gguf_package()  # an ImportError before others
     source = None if metadata_from is None else _opened(metadata_from)
     tensors = _planned(params, names, source, kind)
     named = [t[:3] for t in tensors]
-    fields = fields_of(gguf, metadata or {}, source.fields if source else {}, named)
-    alignment, beginning = alignment_of(fields), header(gguf, fields, named)
+    fields = fields_of(metadata or {}, source.fields if source else {}, named)
+    alignment, beginning = alignment_of(fields), header(fields, named)
     with replaced(path) as temporary, open(temporary, "wb") as file:
         file.write(beginning)
         with progress.bar("tensors", len(tensors)) as run:

@@ -26,7 +26,7 @@ from haiku_implicit.core.typing import Array, JsonObject, Params
 from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.files.file_types import kind_of
 from haiku_implicit.files.loading import load
-from haiku_implicit.files.replacing import check_folder, replaced
+from haiku_implicit.files.replacing import check_folder, write_text
 from haiku_implicit.files.saving import save
 from haiku_implicit.interchange.names import Names, Place, place_of
 from haiku_implicit.interchange.peft_config import (
@@ -171,8 +171,7 @@ def save_peft(
     config = _config_for(ranks, alphas, found, base_model)
     folder = _made(folder)
     save(folder / TENSORS, tensors)
-    with replaced(folder / CONFIG) as temporary:
-        pathlib.Path(temporary).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 # --- reading -------------------------------------------------------------------------------------
