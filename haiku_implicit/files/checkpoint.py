@@ -13,7 +13,7 @@ from jax.sharding import Sharding
 from haiku_implicit.core import progress
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
 from haiku_implicit.core.typing import Array, Tree
-from haiku_implicit.files import container, dtypes, placing, writing
+from haiku_implicit.files import container, dtypes, placing
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.file_types import open_container
@@ -212,12 +212,12 @@ def opened(path: str) -> tuple[list[File], Structure]:
     """Opens the files of a checkpoint, and checks that they fit its structure."""
     while True:
         main = open_container(path)
-        if writing.PART in main.metadata:
+        if container.PART in main.metadata:
             raise CheckpointError(
-                f"{path}: a part of the checkpoint {main.metadata[writing.PART]}; load that file "
+                f"{path}: a part of the checkpoint {main.metadata[container.PART]}; load that file "
                 "instead"
             )
-        if writing.ENTRY not in main.metadata and writing.CHECKSUM not in main.metadata:
+        if container.ENTRY not in main.metadata and container.CHECKSUM not in main.metadata:
             _check_alone(path)
             return [main], plain_structure(main)
         names, structure = _parsed(path, main.metadata)
@@ -270,20 +270,20 @@ def _missing(path: str, shard: str, names: list[str], structure: Structure) -> C
 def _parsed(path: str, metadata: Mapping[str, str]) -> tuple[list[str], Structure]:
     """Parses the names of further files and the structure from the metadata of the main file."""
     where = f"{path}: {container.METADATA}"
-    text, crc = metadata.get(writing.ENTRY), metadata.get(writing.CHECKSUM)
+    text, crc = metadata.get(container.ENTRY), metadata.get(container.CHECKSUM)
     if text is None or crc is None:
-        gone = writing.ENTRY if text is None else writing.CHECKSUM
+        gone = container.ENTRY if text is None else container.CHECKSUM
         raise CheckpointError(f"{where}: has no {gone!r}; the file is damaged")
     if f"{zlib.crc32(text.encode(errors='surrogatepass')):08x}" != crc:
         raise CheckpointError(
-            f"{where}: {writing.ENTRY!r} does not have the checksum {crc!r:.80}; the file is damaged"
+            f"{where}: {container.ENTRY!r} does not have the checksum {crc!r:.80}; the file is damaged"
         )
-    data = container.parse_json(f"{where}: {writing.ENTRY}", text)
+    data = container.parse_json(f"{where}: {container.ENTRY}", text)
     version = data.get("version") if isinstance(data, dict) else None
-    if type(version) is not int or version not in writing.VERSIONS:
+    if type(version) is not int or version not in container.VERSIONS:
         raise CheckpointError(
             f"{where}: version {version!r:.80} of the format; this haiku_implicit reads versions "
-            f"up to {writing.VERSIONS[-1]}. Update it, or save the tree with this one"
+            f"up to {container.VERSIONS[-1]}. Update it, or save the tree with this one"
         )
     names = data.get("files")
     plain = isinstance(names, list) and all(

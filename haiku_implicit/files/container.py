@@ -19,6 +19,12 @@ import numpy as np
 from haiku_implicit.core.messages import printable
 
 METADATA = "__metadata__"
+# Keys in the metadata of a main file, and of the files next to it.
+ENTRY = "haiku_implicit"
+CHECKSUM = "haiku_implicit.crc32"
+PART = "haiku_implicit.part_of"
+# Versions of the format. The second one allows arrays in parts.
+VERSIONS = (1, 2)
 
 # The format's own limit.
 _MAX_HEADER = 100_000_000

@@ -9,35 +9,22 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from haiku_implicit.core import progress
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import container, dtypes, naming
-from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files import structure as structures
+from haiku_implicit.files.container import CHECKSUM, ENTRY, PART, VERSIONS, CheckpointError
 from haiku_implicit.files.parts import Box, Part, box_of
 from haiku_implicit.files.replacing import checked_target, naming_errors, sync_folder
-from haiku_implicit.files.structure import (
-    Leaf,
-    Structure,
-    check_readable,
-    describe,
-    leaves_of,
-    with_leaves,
-)
-from haiku_implicit.files.writing import (
-    PART,
-    Stored,
-    divided,
-    main_metadata,
-    number_in,
-    part_text,
-    write_file,
-)
+from haiku_implicit.files.structure import Leaf, Structure, leaves_of, with_leaves
 
 Path = str | os.PathLike[str]
 # The key for checksums in a file of parts, which the writer of the main file reads.
@@ -95,11 +82,11 @@ def save(path: Path, tree: Tree, *, max_shard_bytes: int = 2_000_000_000) -> Non
             f"{os.fspath(path)}: expected the name of a safetensors file, which is what save writes, "
             "got that of a GGUF file. haiku_implicit.save_gguf writes these; or name it .safetensors"
         )
-    structure, arrays = describe(tree)
+    structure, arrays = structures.describe(tree)
     for name, x in arrays.items():
         if isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(f"{name}: a ShapeDtypeStruct, which has no values. Give arrays")
-    check_readable(structure)
+    structures.check_readable(structure)
     _save(path, structure, arrays, max_shard_bytes)
 
 
@@ -133,7 +120,7 @@ def _save(
         try:
             with agreed("write its part"):
                 for i in own:
-                    part = {PART: part_text(path, number)}
+                    part = {PART: _part_text(path, number)}
                     _write(names[i - 1], plan.files[i], part, crcs, spread)
                 if own:
                     sync_folder(path)
@@ -195,7 +182,7 @@ def _agreed(path: str, spread: bool, what: str) -> Iterator[None]:
 
 
 def _write(
-    name: str, tensors: list[Stored], part: dict[str, str], crcs: dict[str, int], spread: bool
+    name: str, tensors: list[_Stored], part: dict[str, str], crcs: dict[str, int], spread: bool
 ) -> None:
     """Writes a file next to the main one, with its checksums if another process may write that."""
 
@@ -204,7 +191,7 @@ def _write(
         return part | ({_CRCS: json.dumps(texts)} if spread else {})
 
     with open(name, "xb") as file:
-        write_file(file, tensors, crcs, known)
+        _write_file(file, tensors, crcs, known)
 
 
 def _finish(
@@ -223,13 +210,111 @@ def _finish(
             ) from None
         crcs |= {tensor: int(crc, 16) for tensor, crc in texts.items()}
     files = [os.path.basename(name) for name in names]
-    metadata = functools.partial(main_metadata, plan.structure, crcs, number, files)
-    write_file(main, plan.files[0], crcs, metadata)
+    metadata = functools.partial(_main_metadata, plan.structure, crcs, number, files)
+    _write_file(main, plan.files[0], crcs, metadata)
     naming.commit(main, path)
     sync_folder(path)
 
 
+# --- one file ------------------------------------------------------------------------------------
+
+
+def _write_file(
+    file: BinaryIO,
+    tensors: Sequence[_Stored],
+    crcs: dict[str, int],
+    metadata: Callable[[], Mapping[str, str]],
+) -> None:
+    """Writes tensors to disk one by one, and adds their checksums to `crcs`.
+
+    The header precedes them and may contain the checksums: it is written again at the end, with the
+    same length.
+    """
+    # The widest dtypes first, so that each tensor begins at a multiple of its width.
+    ordered = sorted(tensors, key=lambda tensor: -container.WIDTHS[tensor.row[1]])
+    table = container.table([tensor.row for tensor in ordered])
+    begin = container.header(metadata(), table)
+    file.write(begin)
+
+    def write(tensor: _Stored) -> None:
+        data = tensor.read().data
+        crcs[tensor.name] = zlib.crc32(data)
+        file.write(data)
+
+    with progress.bar("saving", len(table)) as run:
+        for tensor in ordered:
+            run(tensor.name, write, tensor)
+    end = container.header(metadata(), table)
+    assert len(begin) == len(end), "the header has changed its length"
+    file.seek(0)
+    file.write(end)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _part_text(path: str, number: str) -> str:
+    """The text in a further file's metadata that names its checkpoint."""
+    return f"{os.path.basename(path)}, save {number}"
+
+
+def _main_metadata(
+    structure: Structure, crcs: Mapping[str, int], number: str, names: Sequence[str]
+) -> dict[str, str]:
+    """The metadata of a main file.
+
+    Args:
+      structure: the tree's structure.
+      crcs: the tensors' checksums by name; 0 stands for unknown ones.
+      number: the number of the save.
+      names: the names of the further files.
+    """
+
+    def known(leaf: Leaf) -> Leaf:
+        parts = (part._replace(crc=crcs.get(part.name, 0)) for part in leaf.tensors)
+        return leaf._replace(parts=tuple(parts))
+
+    version = VERSIONS[any(len(leaf.parts) > 1 for leaf in leaves_of(structure))]
+    tree = structures.to_json(with_leaves(structure, known))
+    found = {"version": version, "save": number, "files": list(names), "tree": tree}
+    text = json.dumps(found, separators=(",", ":"))
+    return {ENTRY: text, CHECKSUM: f"{zlib.crc32(text.encode()):08x}"}
+
+
+def number_in(path: str) -> str | None:
+    """The number of the save that wrote a checkpoint; None for another file."""
+    try:
+        return json.loads(container.File(path).metadata[ENTRY])["save"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 # --- the plan ------------------------------------------------------------------------------------
+
+
+class _Stored(NamedTuple):
+    """A tensor to write.
+
+    Attributes:
+      name: the tensor's name.
+      dtype: the name of its dtype: see `dtypes`.
+      shape: its shape.
+      read: returns its bytes, `[bytes]` uint8.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def row(self) -> tuple[str, str, tuple[int, ...]]:
+        """The tensor's row in the file's table."""
+        return self.name, *dtypes.stored_of(self.dtype, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The tensor's size in bytes."""
+        return container.table([self.row])[self.name].stop
 
 
 class _Plan(NamedTuple):
@@ -242,33 +327,46 @@ class _Plan(NamedTuple):
     """
 
     structure: Structure
-    files: list[list[Stored]]
+    files: list[list[_Stored]]
     writers: list[int]
+
+
+def _divided(tensors: Sequence[_Stored], max_shard_bytes: int) -> list[list[_Stored]]:
+    """Divides tensors into files of at most `max_shard_bytes`; a larger tensor has its own file."""
+    files: list[list[_Stored]] = [[]]
+    room = max_shard_bytes
+    for tensor in tensors:
+        if tensor.nbytes > room and files[-1]:
+            files.append([])
+            room = max_shard_bytes
+        files[-1].append(tensor)
+        room -= tensor.nbytes
+    return files
 
 
 def _planned(structure: Structure, arrays: Mapping[str, Array], max_shard_bytes: int) -> _Plan:
     leaves, processes = list(leaves_of(structure)), range(jax.process_count())
     taken, written = {leaf.name for leaf in leaves}, dict.fromkeys(processes, 0)
-    main: list[Stored] = []
-    own: dict[int, list[Stored]] = {process: [] for process in processes}
+    main: list[_Stored] = []
+    own: dict[int, list[_Stored]] = {process: [] for process in processes}
     parts: dict[str, list[Part]] = {leaf.name: [] for leaf in leaves}
     for leaf in leaves:
         x = arrays[leaf.name]
         if not is_spread(x):
             read = functools.partial(dtypes.bytes_of, x)
-            main.append(Stored(leaf.name, leaf.dtype, leaf.shape, read))
+            main.append(_Stored(leaf.name, leaf.dtype, leaf.shape, read))
             parts[leaf.name] += leaf.tensors
             continue
         for box, process in _boxes(leaf, x, written):
             name = _name(leaf, box, taken)
             part = Part(name, 0, tuple(a for a, _ in box), tuple(b - a for a, b in box))
             read = functools.partial(_bytes_of, x, leaf, box)
-            own[process].append(Stored(name, leaf.dtype, part.shape, read))
+            own[process].append(_Stored(name, leaf.dtype, part.shape, read))
             parts[leaf.name].append(part)
-    files = divided(main, max_shard_bytes)
+    files = _divided(main, max_shard_bytes)
     writers = [_LEADER] * len(files)
     for process, tensors in own.items():
-        found = divided(tensors, max_shard_bytes) if tensors else []
+        found = _divided(tensors, max_shard_bytes) if tensors else []
         files += found
         writers += [process] * len(found)
     places = {tensor.name: i for i, tensors in enumerate(files) for tensor in tensors}

@@ -11,10 +11,9 @@ import numpy as np
 from haiku_implicit.core.typing import JsonObject
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.checkpoint import opened
-from haiku_implicit.files.container import CheckpointError, File
+from haiku_implicit.files.container import ENTRY, PART, CheckpointError, File
 from haiku_implicit.files.file_types import kind_of, open_container, read_json
 from haiku_implicit.files.shards import shards_in, shards_of
-from haiku_implicit.files.writing import ENTRY, PART
 from haiku_implicit.interchange.trees import Stored
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

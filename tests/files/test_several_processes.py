@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import haiku_implicit as hki
 from haiku_implicit.files import dtypes, naming, saving
 from haiku_implicit.files.parts import Part, assembled, parts_from_json, parts_to_json
-from haiku_implicit.files.writing import number_in
+from haiku_implicit.files.saving import number_in
 from tests.devices import run_on_devices, run_together
 from tests.files.trees import assert_same
 from tests.random_arrays import normal

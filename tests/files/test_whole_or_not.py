@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.files import checkpoint, naming, writing
+from haiku_implicit.files import checkpoint, naming, saving
 from tests.tiers import few
 
 # Saves trees of one number, again and again, in several files of 40 kB, as fast as it can.
@@ -99,7 +99,7 @@ def kill_many(path, draw):
             forker.stdin.write(f"{first} {draw.random() * 0.05}\n")
             forker.stdin.flush()
             told = int(forker.stdout.readline())
-            kept = naming_numbers(path, os.listdir(path.parent)) - {writing.number_in(path)}
+            kept = naming_numbers(path, os.listdir(path.parent)) - {saving.number_in(path)}
             yield told, number_of(path), len(kept)
     finally:
         forker.communicate()
