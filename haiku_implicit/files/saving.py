@@ -19,11 +19,10 @@ from jax.experimental import multihost_utils
 
 from haiku_implicit.core import progress
 from haiku_implicit.core.typing import Array, Tree
-from haiku_implicit.files import container, dtypes, naming
+from haiku_implicit.files import container, dtypes, replacing
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CHECKSUM, ENTRY, PART, VERSIONS, CheckpointError
 from haiku_implicit.files.parts import Box, Part, box_of
-from haiku_implicit.files.replacing import checked_target, naming_errors, sync_folder
 from haiku_implicit.files.structure import Leaf, Structure, leaves_of, with_leaves
 
 Path = str | os.PathLike[str]
@@ -112,41 +111,33 @@ def _save(
     path, count = os.path.realpath(given), len(plan.files) - 1
     agreed = functools.partial(_agreed, path, spread)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(naming_errors(given))
-        number, main = _begun(given, me, stack, agreed)
+        stack.enter_context(replacing.naming_errors(given))
+        number, main = "0" * 16, None
+        with agreed("begin"):
+            replacing.checked_target(given)
+            if me == _LEADER:
+                number, main = replacing.start(path)
+                stack.enter_context(main)
         number = _sent(number, me) if spread else number
-        names = [naming.shard_name(path, number, i, count) for i in range(1, count + 1)]
+        names = [replacing.shard_name(path, number, i, count) for i in range(1, count + 1)]
         own = [i for i in range(1, count + 1) if plan.writers[i] == me]
         try:
             with agreed("write its part"):
                 for i in own:
-                    part = {PART: _part_text(path, number)}
+                    part = {PART: f"{os.path.basename(path)}, save {number}"}
                     _write(names[i - 1], plan.files[i], part, crcs, spread)
                 if own:
-                    sync_folder(path)
+                    replacing.sync_folder(path)
             with agreed("write the main file"):
                 if main is not None:
                     _finish(main, path, number, plan, names, crcs)
         except BaseException:
             if main is None or os.path.exists(main.name):  # else it is the checkpoint by now
                 for name in [names[i - 1] for i in own] + ([main.name] if main else []):
-                    naming.remove(name)
+                    replacing.remove(name)
             raise
     if me == _LEADER:
-        naming.remove_leftovers(path, lambda: number_in(path))
-
-
-def _begun(
-    given: str | os.PathLike[str], me: int, stack: contextlib.ExitStack, agreed: Any
-) -> tuple[str, BinaryIO | None]:
-    """Begins a save: returns its number and, in the leading process, its main file."""
-    number, main = "0" * 16, None
-    with agreed("begin"):
-        path = checked_target(given)
-        if me == _LEADER:
-            number, main = naming.start(path)
-            stack.enter_context(main)
-    return number, main
+        replacing.remove_leftovers(path, lambda: number_in(path))
 
 
 def _sent(number: str, me: int) -> str:
@@ -212,8 +203,8 @@ def _finish(
     files = [os.path.basename(name) for name in names]
     metadata = functools.partial(_main_metadata, plan.structure, crcs, number, files)
     _write_file(main, plan.files[0], crcs, metadata)
-    naming.commit(main, path)
-    sync_folder(path)
+    replacing.commit(main, path)
+    replacing.sync_folder(path)
 
 
 # --- one file ------------------------------------------------------------------------------------
@@ -250,11 +241,6 @@ def _write_file(
     file.write(end)
     file.flush()
     os.fsync(file.fileno())
-
-
-def _part_text(path: str, number: str) -> str:
-    """The text in a further file's metadata that names its checkpoint."""
-    return f"{os.path.basename(path)}, save {number}"
 
 
 def _main_metadata(

@@ -40,8 +40,8 @@ _FOREIGN = {133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN", 137: "IQ2_K", 138: "IQ3_K
 _FOREIGN |= {140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4_KSS"}
 _FOREIGN |= {152: "IQ5_KS", 153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT", 156: "IQ3_KS"}
 _FOREIGN |= {157: "IQ2_KL", 158: "IQ1_KT"}
-# Keys of a model in several files: the number of files, this file's number, and the tensors in all.
-_SPLIT = ("split.count", "split.no", "split.tensors.count")
+# Keys of a model in several files: this file's number, the number of files, and the tensors in all.
+_SPLIT = ("split.no", "split.count", "split.tensors.count")
 _ARCHITECTURE = "general.architecture"
 _FILE_TYPE, _VERSION = "general.file_type", "general.quantization_version"
 # Keys that describe the division into files, or the kind of the tensors.
@@ -104,23 +104,15 @@ class Header(NamedTuple):
     rows: list[Row]
     order: str
 
-    def _number(self, key: str, default: int | None) -> Any:
-        return self.fields[key].value if key in self.fields else default
-
     @property
-    def number(self) -> int:
-        """The index of this file among the files of its model, from 0."""
-        return self._number("split.no", 0)
+    def split(self) -> tuple[int, int, int | None]:
+        """The index of this file in its model, from 0, the number of files, and that of all tensors.
 
-    @property
-    def num_files(self) -> int:
-        """The number of the model's files."""
-        return self._number("split.count", 1) or 1
-
-    @property
-    def num_tensors(self) -> int | None:
-        """The number of tensors in all files of the model; None if the file does not say."""
-        return self._number("split.tensors.count", None)
+        A file that is not one of several does not say the number of tensors.
+        """
+        found = {key: field.value for key, field in self.fields.items() if key in _SPLIT}
+        number, files, tensors = map(found.get, _SPLIT)
+        return number or 0, files or 1, tensors
 
 
 # --- reading ---------------------------------------------------------------------------------------

@@ -212,44 +212,42 @@ def _header(path: str) -> Header:
 def _parts(path: str) -> dict[str, Header]:
     """The headers of all files of a file's model, in their order."""
     own = _header(path)
-    if own.num_files <= 1:
+    number, count, tensors = own.split
+    if count <= 1:
         _check_name(path)
         return {path: own}
-    here = f"{path}: file {own.number + 1} of {own.num_files} of a model (split.count)"
+    here = f"{path}: file {number + 1} of {count} of a model (split.count)"
     files = numbered(pathlib.Path(path)) or ()
-    if len(files) != own.num_files or files[own.number : own.number + 1] != (pathlib.Path(path),):
+    if len(files) != count or files[number : number + 1] != (pathlib.Path(path),):
         raise CheckpointError(
             f"{here}, whose other files its name does not tell: expected it to end in "
-            f"-{own.number + 1:05}-of-{own.num_files:05}.gguf. Give all files the names that they had"
+            f"-{number + 1:05}-of-{count:05}.gguf. Give all files the names that they had"
         )
     if names := missing(files):
         raise CheckpointError(f"{here}, and these are not beside it: {names}. Copy them there")
     parts = {os.fspath(file): _header(os.fspath(file)) for file in files}
-    _check_parts(parts, own)
+    _check_parts(parts, count, tensors)
     return parts
 
 
-def _check_parts(parts: dict[str, Header], own: Header) -> None:
+def _check_parts(parts: dict[str, Header], count: int, tensors: int | None) -> None:
     """Raises unless the files are one model: with the numbers in their names, and each tensor once."""
     found: dict[str, str] = {}
     for i, (path, header) in enumerate(parts.items()):
-        if (header.number, header.num_files, header.num_tensors) != (
-            i,
-            own.num_files,
-            own.num_tensors,
-        ):
+        if header.split != (i, count, tensors):
+            number, files, own = header.split
             raise CheckpointError(
-                f"{path}: expected file {i + 1} of {own.num_files} and {own.num_tensors} tensors "
-                f"in all, got file {header.number + 1} of {header.num_files} and {header.num_tensors}"
+                f"{path}: expected file {i + 1} of {count} and {tensors} tensors in all, got file "
+                f"{number + 1} of {files} and {own}"
             )
         for row in header.rows:
             if row.name in found:
                 raise CheckpointError(f"{path}: {row.name}: {found[row.name]} has it, too")
             found[row.name] = path
-    if own.num_tensors not in (None, len(found)):
+    if tensors not in (None, len(found)):
         raise CheckpointError(
-            f"{next(iter(parts))}: a model of {own.num_tensors} tensors (split.tensors.count); its "
-            f"{own.num_files} files have {len(found)}"
+            f"{next(iter(parts))}: a model of {tensors} tensors (split.tensors.count); its {count} "
+            f"files have {len(found)}"
         )
 
 

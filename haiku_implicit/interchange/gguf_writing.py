@@ -144,7 +144,7 @@ def _planned(params: Params, names: Names, source: Header | None, kind: Kinds) -
 def _check_same(tensors: Sequence[_Tensor]) -> None:
     """Raises unless parameters that share a tensor in the file have the same values."""
     for other in tensors[1:]:
-        one, two = (np.asarray(_dense(t.weight())) for t in (tensors[0], other))
+        one, two = (ggml.dense_of(t.weight()) for t in (tensors[0], other))
         if not np.array_equal(one, two, equal_nan=True):
             raise ValueError(
                 f"{other.name}: names has {tensors[0].path!r} and {other.path!r} for it, which have "
@@ -190,37 +190,23 @@ def _transposed_shape(name: str, value: Array, place: Place, shape: Any) -> tupl
     """The shape of the tensor, with its axes in the order of the parameter."""
     if place.shape is None:
         return tuple(value.shape)
-    known = _shape_in_view(value, place) if shape is None else None
-    if known is not None:
-        return known
-    if shape is None:
-        raise ValueError(
-            f"{name}: its Place has a shape, {list(place.shape)}: of this parameter the tensor has "
-            "some axes joined, and nothing says which. Give metadata_from=, a file that has this "
-            f"tensor; or the parameter with its axes joined, {_joined(place.shape)}, and a Place "
-            "without a shape"
-        )
-    own = tuple(shape[i] for i in place.axes_for(len(shape)))
-    if tuple(value.shape) != tuple(place.shape) or math.prod(own) != math.prod(place.shape):
-        raise ValueError(
-            f"{place.path}: expected shape {list(place.shape)} for the tensor {name}{list(shape)}, got "
-            f"{list(value.shape)}"
-        )
-    return own
-
-
-def _shape_in_view(value: Array, place: Place) -> tuple[int, ...] | None:
-    """The shape of a `MatrixView`'s matrix, in which axes are joined; None if `value` is not one.
-
-    A quantized weight that was read from a file with the same `Place` is such a view.
-    """
-    if not isinstance(value, MatrixView) or tuple(value.shape) != tuple(place.shape or ()):
-        return None
-    rows_and_columns = axes_of.whole(tuple(value.matrix.shape))
-    return (
-        tuple(value.matrix.shape)
-        if axes_of.reshaped(rows_and_columns, value.shape) == value.axes
-        else None
+    same = tuple(value.shape) == tuple(place.shape)
+    if shape is not None:
+        own = tuple(shape[i] for i in place.axes_for(len(shape)))
+        if not same or math.prod(own) != math.prod(place.shape):
+            raise ValueError(
+                f"{place.path}: expected shape {list(place.shape)} for the tensor {name}{list(shape)}, "
+                f"got {list(value.shape)}"
+            )
+        return own
+    if isinstance(value, MatrixView) and same:
+        matrix = tuple(value.matrix.shape)  # of a weight that was read with the same `Place`
+        if axes_of.reshaped(axes_of.whole(matrix), value.shape) == value.axes:
+            return matrix
+    raise ValueError(
+        f"{name}: its Place has a shape, {list(place.shape)}: of this parameter the tensor has some "
+        "axes joined, and nothing says which. Give metadata_from=, a file that has this tensor; or the "
+        f"parameter with its axes joined, {_joined(place.shape)}, and a Place without a shape"
     )
 
 
@@ -296,15 +282,11 @@ def _described(weight: Array) -> str:
 def _data_of(t: _Tensor) -> np.ndarray:
     weight = t.weight()
     if len(t.shape) < 2:
-        return np.ascontiguousarray(as_float32(_dense(weight)))
+        return np.ascontiguousarray(as_float32(weight))
     try:
         return np.ascontiguousarray(to_ggml(weight, t.kind, axis=-1))
     except ValueError as e:
         raise ValueError(f"{t.name}, {t.path}: {e}") from e
-
-
-def _dense(weight: Array) -> Array:
-    return weight.materialize() if hasattr(weight, "materialize") else weight
 
 
 def _opened(path: str | os.PathLike[str]) -> Header:

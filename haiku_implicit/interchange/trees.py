@@ -177,17 +177,16 @@ def _read(placed: _Placed, where: str, dtype: DType, dense: bool) -> Array:
         with np.errstate(all="ignore"):  # infinite scales and NaN come from the file
             value = stored.read(dense)
         axes = place.axes_for(len(in_file))
-        if isinstance(value, QuantizedMatrix) and not dense:
+        if dense and isinstance(value, QuantizedMatrix):
+            value = np.asarray(value.materialize())
+        if isinstance(value, QuantizedMatrix):
             new: Array = _as_placed(value, place, axes, shape, dtype)
             if dtype is not None and may_overflow(value.dtype, dtype):
-                values = np.asarray(value.materialize())
-                with np.errstate(over="ignore", invalid="ignore"):
-                    if overflows(values, values.astype(dtype)):
-                        _warn_of_overflow(f"{where}: {stored.name}", dtype)
+                _cast(np.asarray(value.materialize()), dtype, f"{where}: {stored.name}")  # warns
         else:
-            if isinstance(value, QuantizedMatrix):
-                value = np.asarray(value.materialize())
-            new = _dense(value.transpose(axes).reshape(shape), dtype, f"{where}: {stored.name}")
+            host = _cast(value.transpose(axes).reshape(shape), dtype, f"{where}: {stored.name}")
+            same = jax.dtypes.canonicalize_dtype(host.dtype) == host.dtype
+            new = jnp.asarray(host) if same else host  # JAX would drop bits
     except CheckpointError:
         raise
     except ValueError as e:
@@ -196,24 +195,19 @@ def _read(placed: _Placed, where: str, dtype: DType, dense: bool) -> Array:
     return jax.block_until_ready(new)
 
 
-def _dense(value: np.ndarray, dtype: DType, where: str) -> Array:
-    """A JAX array of a tensor's values; a NumPy array if JAX would drop bits."""
+def _cast(value: np.ndarray, dtype: DType, where: str) -> np.ndarray:
+    """A copy of a tensor's values, with this dtype if they are floating; warns of an overflow."""
     floating = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
     # Always a copy: JAX may use the memory of its argument, and this may be a mapped file.
     copy = _aligned(value.shape, dtype if floating else value.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         copy[...] = value
     if floating and overflows(value, copy):
-        _warn_of_overflow(where, dtype)
-    same = jax.dtypes.canonicalize_dtype(copy.dtype) == copy.dtype
-    return jnp.asarray(copy) if same else copy
-
-
-def _warn_of_overflow(where: str, dtype: DType) -> None:
-    warn_caller(
-        f"{where}: has numbers that {np.dtype(dtype).name} does not have, which are beyond its range: "
-        "they become infinite or NaN. dtype=None keeps the dtype of the file"
-    )
+        warn_caller(
+            f"{where}: has numbers that {np.dtype(dtype).name} does not have, which are beyond its "
+            "range: they become infinite or NaN. dtype=None keeps the dtype of the file"
+        )
+    return copy
 
 
 def _aligned(shape: tuple[int, ...], dtype: DType) -> np.ndarray:

@@ -12,7 +12,7 @@ import safetensors.numpy
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
-from haiku_implicit.files import dtypes, naming, saving
+from haiku_implicit.files import dtypes, replacing, saving
 from haiku_implicit.files.parts import Part, assembled, parts_from_json, parts_to_json
 from haiku_implicit.files.saving import number_in
 from tests.devices import run_on_devices, run_together
@@ -130,7 +130,7 @@ def test_two_processes_save_load_and_fail_together(tmp_path):
     # Each process wrote its own, in files of at most 60 bytes, but for one tensor in any case.
     names = [file for file in path.parent.iterdir() if file != path]
     assert len(names) > 4
-    assert {naming.number_of(str(path), file.name) for file in names} == {number_in(path)}
+    assert {replacing.number_of(str(path), file.name) for file in names} == {number_in(path)}
     stored = [set(safetensors.numpy.load_file(name)) for name in names]
     assert {"b[0:2]", "b[2:4]", "b[4:6]", "b[6:8]"} <= set().union(*stored)
     assert not any({"b[0:2]", "b[4:6]"} <= found for found in stored)
