@@ -1,4 +1,7 @@
-"""Opens, checks and reads checkpoints in their files, part by part."""
+"""Opens, checks and reads checkpoints in their files, part by part, and onto devices.
+
+Each process reads the boxes of arrays that its devices hold.
+"""
 
 import functools
 import os
@@ -7,18 +10,19 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Sharding
 
 from haiku_implicit.core import progress
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
 from haiku_implicit.core.typing import Array, Tree
-from haiku_implicit.files import container, dtypes, placing
+from haiku_implicit.files import container, dtypes
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.file_types import open_container
 from haiku_implicit.files.matching import check_like, with_left_out
-from haiku_implicit.files.parts import Box, Part, assembled
+from haiku_implicit.files.parts import Box, Part, assembled, box_of
 from haiku_implicit.files.shards import names_of, shards_of
 from haiku_implicit.files.structure import Branch, Leaf, Structure
 
@@ -63,7 +67,7 @@ class Checkpoint(Mapping[Any, Any]):
         source, count = self._source, sum(1 for _ in structures.leaves_of(chosen))
         places = {}
         if shardings is not None:
-            places = placing.by_name(chosen, shardings, source.path, self._path)
+            places = _by_name(chosen, shardings, source.path, self._path)
         with progress.bar("reading", count) as run:
             read = lambda leaf: run(leaf.name, source.read, leaf, places.get(leaf.name))  # noqa: E731
             tree = structures.build(chosen, read, source.path, self._path)
@@ -147,6 +151,9 @@ def _selected(structure: Structure, only: Targets, file: str) -> Structure:
     return kept
 
 
+# --- reading -------------------------------------------------------------------------------------
+
+
 class Source:
     """The files of one checkpoint.
 
@@ -164,7 +171,7 @@ class Source:
         if not self.files:
             raise ValueError(f"{self.path}: {leaf.name}: the checkpoint has been closed")
         if sharding is not None:
-            return placing.placed(leaf, sharding, lambda: self.read(leaf), self._boxes(leaf))
+            return _placed(leaf, sharding, lambda: self.read(leaf), self._boxes(leaf))
         if len(leaf.tensors) == 1:
             return self._array(leaf, leaf.tensors[0], leaf.weak_type, self.numpy)
         whole = self._boxes(leaf)(tuple((0, n) for n in leaf.shape))
@@ -208,6 +215,80 @@ class Memory(NamedTuple):
         return dtypes.bytes_of(self.arrays[name])
 
 
+def _by_name(structure: Structure, shardings: Tree, file: str, path: str) -> dict[str, Any]:
+    """The sharding of each array, by its name in the structure.
+
+    Args:
+      structure: the structure of the tree that is read.
+      shardings: one for all arrays, or a tree of them with this structure or a prefix of it; None in
+        it stands for the default device.
+      file: the structure's file, for errors.
+      path: the structure's path in the whole tree, for errors.
+
+    Raises:
+      ValueError: for a tree of another structure.
+      TypeError: for a leaf that is neither a sharding nor None.
+    """
+    names: dict[int, str] = {}
+    found: dict[str, Any] = {}
+
+    def struct(leaf: Leaf) -> Any:
+        made = structures.struct_of(leaf)
+        names[id(made)] = leaf.name
+        return made
+
+    def put(sharding: Sharding | None, below: Any) -> None:
+        if not _is_place(sharding):
+            raise TypeError(
+                f"shardings: expected a jax.sharding.Sharding or None, got {sharding!r:.80}"
+            )
+        for x in jax.tree.leaves(below):
+            if sharding is not None and id(x) in names:
+                found[names[id(x)]] = sharding
+
+    tree = structures.build(structure, struct, file, path)
+    try:
+        jax.tree.map(put, shardings, tree, is_leaf=_is_place)
+    except ValueError as e:
+        raise ValueError(
+            "shardings: expected one sharding, or a tree of them that is like the tree in the file or "
+            f"a prefix of it: {' '.join(str(e).split()):.500}"
+        ) from e
+    return found
+
+
+def _is_place(x: Any) -> bool:
+    return x is None or isinstance(x, jax.sharding.Sharding)
+
+
+def _placed(
+    leaf: Leaf, sharding: Any, whole: Callable[[], Any], read: Callable[[Box], np.ndarray]
+) -> Array:
+    """Reads an array onto the devices of a sharding.
+
+    Args:
+      leaf: the array in the file.
+      sharding: the sharding of the result.
+      whole: reads all of the array.
+      read: reads a box of the array.
+    """
+    struct = dtypes.struct_of(leaf.dtype, leaf.shape)
+    small = leaf.weak_type or jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key)
+    if small or jax.dtypes.canonicalize_dtype(struct.dtype) != struct.dtype:
+        x = whole()
+        if isinstance(x, np.ndarray):  # of 64 bits, which JAX would not keep
+            return x
+        # Unlike `jax.device_put`, this writes only to this process's devices.
+        return jax.jit(lambda x: x, out_shardings=sharding)(x)
+    # Copied, since JAX may use a NumPy array without a copy, and this one is a view of a file.
+    return jax.make_array_from_callback(
+        leaf.shape, sharding, lambda index: np.array(read(box_of(index or (), leaf.shape)))
+    )
+
+
+# --- opening -------------------------------------------------------------------------------------
+
+
 def opened(path: str) -> tuple[list[File], Structure]:
     """Opens the files of a checkpoint, and checks that they fit its structure."""
     while True:
@@ -226,7 +307,8 @@ def opened(path: str) -> tuple[list[File], Structure]:
         except FileNotFoundError as e:
             # Another program may have saved since, and removed the old file's shards. Each repetition
             # takes one more such save, so that the loop ends when they do.
-            if not _is_the_same(path, main):
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) != main.identity:
                 continue
             raise _missing(path, str(e.filename), names, structure) from None
         _check_tables(files, structure)
@@ -250,11 +332,6 @@ def _beside(path: str, name: str) -> str:
     found = os.path.join(os.path.dirname(path), name)
     real = os.path.join(os.path.dirname(os.path.realpath(path)), name)
     return found if os.path.exists(found) else real
-
-
-def _is_the_same(path: str, file: File) -> bool:
-    status = os.stat(path)
-    return (status.st_dev, status.st_ino) == file.identity
 
 
 def _missing(path: str, shard: str, names: list[str], structure: Structure) -> CheckpointError:

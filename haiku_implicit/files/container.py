@@ -170,7 +170,7 @@ def _parse(path: str, header: bytes, size: int) -> tuple[dict[str, str], dict[st
         raise CheckpointError(f"{path}: the header is not a table; the file is damaged")
     metadata = rows.pop(METADATA, None)
     metadata = {} if metadata is None else metadata  # MLX writes null
-    if not is_mapping_of(metadata, str):
+    if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
         raise CheckpointError(f"{path}: {METADATA} should map texts to texts; the file is damaged")
     tensors = {name: _tensor(f"{path}: {name}", row) for name, row in rows.items()}
     end = 0
@@ -191,11 +191,6 @@ def _parse(path: str, header: bytes, size: int) -> tuple[dict[str, str], dict[st
             f"{path}: {size} bytes of data, where the header tells of {end}; the file is damaged"
         )
     return metadata, tensors
-
-
-def is_mapping_of(x: Any, kind: type) -> bool:
-    """Whether a JSON value is a mapping to values of one type."""
-    return isinstance(x, dict) and all(type(value) is kind for value in x.values())
 
 
 def is_shape(x: Any) -> bool:

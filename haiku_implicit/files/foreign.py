@@ -52,7 +52,13 @@ def _read_npz(path: str) -> dict[str, dict[str, Array]]:
     modules: dict[str, dict[str, Array]] = {}
     try:
         with zipfile.ZipFile(path) as file:
-            _check_members(path, file)
+            compressed = sum(member.compress_size for member in file.infolist())
+            if compressed > (
+                size := os.path.getsize(path)
+            ):  # overlapping files grow beyond all bounds
+                raise CheckpointError(
+                    f"{path}: {compressed} bytes of arrays in a file of {size}; it is damaged"
+                )
             for member in file.infolist():
                 key = member.filename.removesuffix(".npy")
                 module, _, name = key.rpartition("//" if "//" in key else "/")
@@ -67,15 +73,6 @@ def _read_npz(path: str) -> dict[str, dict[str, Array]]:
             raise
         raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None
     return modules
-
-
-def _check_members(path: str, file: zipfile.ZipFile) -> None:
-    """Raises if files in an archive overlap: they would expand beyond all bounds."""
-    compressed = sum(member.compress_size for member in file.infolist())
-    if compressed > (size := os.path.getsize(path)):
-        raise CheckpointError(
-            f"{path}: {compressed} bytes of arrays in a file of {size}; it is damaged"
-        )
 
 
 def _read_member(where: str, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
