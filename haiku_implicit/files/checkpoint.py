@@ -273,7 +273,7 @@ def _placed(
       read: reads a box of the array.
     """
     struct = dtypes.struct_of(leaf.dtype, leaf.shape)
-    small = leaf.weak_type or jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key)
+    small = leaf.weak_type or dtypes.is_key(struct)
     if small or jax.dtypes.canonicalize_dtype(struct.dtype) != struct.dtype:
         x = whole()
         if isinstance(x, np.ndarray):  # of 64 bits, which JAX would not keep

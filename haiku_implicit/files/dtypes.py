@@ -56,6 +56,11 @@ def is_array(x: Any) -> bool:
     return type(x) in (np.ndarray, np.memmap)
 
 
+def is_key(x: Any) -> bool:
+    """Whether an array has random keys."""
+    return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
 def _is_none(x: Any) -> bool:
     return isinstance(x, np.ndarray) and x.dtype == jax.dtypes.float0
 
@@ -66,7 +71,7 @@ def name_of(x: Any) -> str:
     Raises:
       TypeError: for a dtype that files cannot hold.
     """
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         impls = [impl for impl in _IMPLS if _key_struct(impl).dtype == x.dtype]
         if not impls:
             raise TypeError(
@@ -120,7 +125,7 @@ def stored_of(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
 def bytes_of(x: Any) -> np.ndarray:
     """The bytes that store an array, `[bytes]` uint8, little-endian."""
     if isinstance(x, jax.Array):
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             x = jax.random.key_data(x)
         if len(x.devices()) == 1:
             x = x.addressable_data(0)  # else JAX keeps the copy on the host as long as x exists

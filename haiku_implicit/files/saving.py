@@ -373,7 +373,7 @@ def _boxes(leaf: Leaf, x: jax.Array, written: dict[int, int]) -> list[tuple[Box,
     places: Any = x.sharding.devices_indices_map(x.shape)
     for device, index in places.items():
         holders.setdefault(box_of(index, x.shape), set()).add(device.process_index)
-    if len(holders) > 1 and _is_key(x):
+    if len(holders) > 1 and dtypes.is_key(x):
         raise CheckpointError(
             f"{leaf.name}: random keys that are split over processes. Save jax.random.key_data of them"
         )
@@ -398,12 +398,8 @@ def _name(leaf: Leaf, box: Box, taken: set[str]) -> str:
 
 def _bytes_of(x: jax.Array, leaf: Leaf, box: Box) -> np.ndarray:
     """The bytes of a box on a device of this process."""
-    if _is_key(x):  # whole, on each of its devices
+    if dtypes.is_key(x):  # whole, on each of its devices
         return dtypes.bytes_of(x.addressable_data(0))
     shards = x.addressable_shards
     found = next(s.data for s in shards if box_of(s.index, leaf.shape) == box)
     return dtypes.bytes_of(found)
-
-
-def _is_key(x: jax.Array) -> bool:
-    return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))

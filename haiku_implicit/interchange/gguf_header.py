@@ -118,12 +118,8 @@ class Header(NamedTuple):
 # --- reading ---------------------------------------------------------------------------------------
 
 
-class _Ended(Exception):
-    """The file ends within its header."""
-
-
 class _Damaged(Exception):
-    """The header has an impossible value."""
+    """The header is incomplete, or has an impossible value."""
 
 
 def header_of(path: str) -> Header:
@@ -137,14 +133,8 @@ def header_of(path: str) -> Header:
       OSError: if it can't be read.
     """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        read = _Reader(data)
         try:
-            return _header(read)
-        except _Ended:
-            raise CheckpointError(
-                f"{path}: truncated or damaged GGUF file: it ends at byte {len(data):,}, before "
-                f"{read.within} is complete. Copy it again"
-            ) from None
+            return _header(_Reader(data))
         except _Damaged as e:
             raise CheckpointError(f"{path}: truncated or damaged GGUF file: {e}") from None
 
@@ -265,10 +255,16 @@ class _Reader:
     def _skip(self, count: int) -> int:
         """Moves past the next bytes, and returns their offset."""
         start = self.offset
-        if count > self.size - start:
-            raise _Ended
+        self._check_room(count)
         self.offset += count
         return start
+
+    def _check_room(self, count: int) -> None:
+        """Raises unless this many bytes follow in the file."""
+        if count > self.size - self.offset:
+            raise _Damaged(
+                f"it ends at byte {self.size:,}, before {self.within} is complete. Copy it again"
+            )
 
     def numbers(self, layout: str) -> tuple[Any, ...]:
         layout = f"{self.order}{layout}"
@@ -304,8 +300,7 @@ class _Reader:
         if self._entries > _MOST_ENTRIES:
             raise _Damaged(f"lists of more than {_MOST_ENTRIES:,} entries in its metadata")
         if inner in LAYOUTS:
-            if count * _WIDTHS[inner] > self.size - self.offset:
-                raise _Ended
+            self._check_room(count * _WIDTHS[inner])
             return Field(kind, list(self.numbers(f"{count}{LAYOUTS[inner]}")), inner)
         if inner == STRING:
             return Field(kind, [self._value() for _ in range(count)], inner)

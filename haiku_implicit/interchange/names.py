@@ -34,24 +34,20 @@ class Place(NamedTuple):
         ((1, 0), (0, 1))
         """
         if self.axes is None:
-            self._check_that_axes_are_known(ndim)
-            transposed = ndim == 2 and self.path.rpartition("/")[2] == "w"
-            return (1, 0) if transposed else tuple(range(ndim))
+            is_w = self.path.rpartition("/")[2] == "w"
+            if self.shape is not None and len(self.shape) > ndim == 2 and not is_w:
+                raise ValueError(  # its shape does not say which axis of the matrix is split
+                    f"{self.path}: a matrix becomes {list(self.shape)}: say by axes= of its Place "
+                    "which axis comes first, (1, 0) for a matrix [outputs, inputs] of which the inputs "
+                    "do"
+                )
+            return (1, 0) if ndim == 2 and is_w else tuple(range(ndim))
         if sorted(self.axes) != list(range(ndim)):
             raise ValueError(
                 f"{self.path}: axes: expected each of 0 ... {ndim - 1} once, for a tensor with {ndim} "
                 f"axes, got {self.axes}"
             )
         return self.axes
-
-    def _check_that_axes_are_known(self, ndim: int) -> None:
-        """Raises if a matrix is split into more axes: its shape does not say which one is first."""
-        several = self.shape is not None and len(self.shape) > ndim == 2
-        if several and self.path.rpartition("/")[2] != "w":
-            raise ValueError(
-                f"{self.path}: a matrix becomes {list(self.shape or ())}: say by axes= of its Place "
-                "which axis comes first, (1, 0) for a matrix [outputs, inputs] of which the inputs do"
-            )
 
 
 # One place, several that get the same tensor, or None for a tensor that the model does not have.
