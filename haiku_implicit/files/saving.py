@@ -120,12 +120,13 @@ def _save(
                 stack.enter_context(main)
         number = _sent(number, me) if spread else number
         names = [replacing.shard_name(path, number, i, count) for i in range(1, count + 1)]
-        own = [i for i in range(1, count + 1) if plan.writers[i] == me]
+        files = zip(names, plan.files[1:], plan.writers[1:], strict=True)
+        own = {name: tensors for name, tensors, writer in files if writer == me}
         try:
             with agreed("write its part"):
-                for i in own:
-                    part = {PART: f"{os.path.basename(path)}, save {number}"}
-                    _write(names[i - 1], plan.files[i], part, crcs, spread)
+                part = {PART: f"{os.path.basename(path)}, save {number}"}
+                for name, tensors in own.items():
+                    _write(name, tensors, part, crcs, spread)
                 if own:
                     replacing.sync_folder(path)
             with agreed("write the main file"):
@@ -133,7 +134,7 @@ def _save(
                     _finish(main, path, number, plan, names, crcs)
         except BaseException:
             if main is None or os.path.exists(main.name):  # else it is the checkpoint by now
-                for name in [names[i - 1] for i in own] + ([main.name] if main else []):
+                for name in [*own, main.name] if main else own:
                     replacing.remove(name)
             raise
     if me == _LEADER:
