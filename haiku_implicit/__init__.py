@@ -52,8 +52,7 @@ from haiku_implicit.files.checkpoint import Checkpoint
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.loading import load, open_checkpoint
 from haiku_implicit.files.saving import save
-from haiku_implicit.interchange.ggml import from_ggml
-from haiku_implicit.interchange.ggml_writing import to_ggml
+from haiku_implicit.interchange.ggml import from_ggml, to_ggml
 from haiku_implicit.interchange.gguf_reading import load_gguf, open_gguf
 from haiku_implicit.interchange.gguf_writing import save_gguf
 from haiku_implicit.interchange.hugging_face import load_hugging_face

@@ -1,24 +1,28 @@
-"""Opens, checks and reads checkpoints in their files, part by part."""
+"""Opens, checks and reads checkpoints in their files, part by part, and onto devices.
+
+Each process reads the boxes of arrays that its devices hold.
+"""
 
 import functools
 import os
 import pathlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Sharding
 
 from haiku_implicit.core import progress
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
 from haiku_implicit.core.typing import Array, Tree
-from haiku_implicit.files import container, dtypes, placing, writing
+from haiku_implicit.files import container, dtypes
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.file_types import open_container
 from haiku_implicit.files.matching import check_like, with_left_out
-from haiku_implicit.files.parts import Box, Part, assembled
+from haiku_implicit.files.parts import Box, Part, assembled, box_of
 from haiku_implicit.files.shards import names_of, shards_of
 from haiku_implicit.files.structure import Branch, Leaf, Structure
 
@@ -31,7 +35,7 @@ class Checkpoint(Mapping[Any, Any]):
     implicit arrays and Python values, the value itself, read from the file and checked.
     """
 
-    def __init__(self, structure: Structure, path: str, source: "Source | Memory"):
+    def __init__(self, structure: Structure, path: str, source: "Source"):
         self._structure, self._path, self._source = structure, path, source
 
     @property
@@ -63,7 +67,7 @@ class Checkpoint(Mapping[Any, Any]):
         source, count = self._source, sum(1 for _ in structures.leaves_of(chosen))
         places = {}
         if shardings is not None:
-            places = placing.by_name(chosen, shardings, source.path, self._path)
+            places = _by_name(chosen, shardings, source.path, self._path)
         with progress.bar("reading", count) as run:
             read = lambda leaf: run(leaf.name, source.read, leaf, places.get(leaf.name))  # noqa: E731
             tree = structures.build(chosen, read, source.path, self._path)
@@ -147,25 +151,28 @@ def _selected(structure: Structure, only: Targets, file: str) -> Structure:
     return kept
 
 
+# --- reading -------------------------------------------------------------------------------------
+
+
 class Source:
     """The files of one checkpoint.
 
     Args:
       path: the main file.
+      files: all files, by their indices in the structure.
       numpy: whether arrays are returned as views of the files.
     """
 
-    def __init__(self, path: str, numpy: bool):
-        self.path, self.numpy = path, numpy
-        self.files, self.structure = _opened(path)
+    def __init__(self, path: str, files: "Sequence[File | Memory]", numpy: bool):
+        self.path, self.files, self.numpy = path, files, numpy
 
     def read(self, leaf: Leaf, sharding: Sharding | None = None) -> Array:
         """Reads an array and checks its bytes; puts it on the devices of a sharding, if given."""
         if not self.files:
             raise ValueError(f"{self.path}: {leaf.name}: the checkpoint has been closed")
         if sharding is not None:
-            return placing.placed(leaf, sharding, lambda: self.read(leaf), self._boxes(leaf))
-        if not leaf.parts:
+            return _placed(leaf, sharding, lambda: self.read(leaf), self._boxes(leaf))
+        if len(leaf.tensors) == 1:
             return self._array(leaf, leaf.tensors[0], leaf.weak_type, self.numpy)
         whole = self._boxes(leaf)(tuple((0, n) for n in leaf.shape))
         if self.numpy:
@@ -197,41 +204,101 @@ class Source:
         self.files = []
 
 
-class Memory:
-    """The counterpart of `Source` for a tree of NumPy arrays in memory.
+class Memory(NamedTuple):
+    """The counterpart of a `File`: arrays in memory, by their names in a structure."""
+
+    path: str
+    arrays: Mapping[str, Array]
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """The bytes of an array, `[bytes]` uint8."""
+        return dtypes.bytes_of(self.arrays[name])
+
+
+def _by_name(structure: Structure, shardings: Tree, file: str, path: str) -> dict[str, Any]:
+    """The sharding of each array, by its name in the structure.
 
     Args:
-      path: the file that it is from.
-      arrays: the arrays by their names in the structure.
-      numpy: whether arrays are returned as NumPy arrays.
+      structure: the structure of the tree that is read.
+      shardings: one for all arrays, or a tree of them with this structure or a prefix of it; None in
+        it stands for the default device.
+      file: the structure's file, for errors.
+      path: the structure's path in the whole tree, for errors.
+
+    Raises:
+      ValueError: for a tree of another structure.
+      TypeError: for a leaf that is neither a sharding nor None.
     """
+    names: dict[int, str] = {}
+    found: dict[str, Any] = {}
 
-    def __init__(self, path: str, arrays: Mapping[str, Array], numpy: bool):
-        self.path, self.arrays, self.numpy = path, arrays, numpy
+    def struct(leaf: Leaf) -> Any:
+        made = structures.struct_of(leaf)
+        names[id(made)] = leaf.name
+        return made
 
-    def read(self, leaf: Leaf, sharding: Sharding | None = None) -> Array:
-        """Returns an array; on the devices of a sharding, if given."""
-        if sharding is not None:
-            host = self.arrays[leaf.name]
-            box = lambda box: host[tuple(slice(*ends) for ends in box)]  # noqa: E731
-            return placing.placed(leaf, sharding, lambda: self.read(leaf), box)
-        data = dtypes.bytes_of(self.arrays[leaf.name])
-        return dtypes.array_of(data, leaf.dtype, leaf.shape, leaf.weak_type, self.numpy)
+    def put(sharding: Sharding | None, below: Any) -> None:
+        if not _is_place(sharding):
+            raise TypeError(
+                f"shardings: expected a jax.sharding.Sharding or None, got {sharding!r:.80}"
+            )
+        for x in jax.tree.leaves(below):
+            if sharding is not None and id(x) in names:
+                found[names[id(x)]] = sharding
 
-    def close(self) -> None:
-        """Does nothing, since this does not open files."""
+    tree = structures.build(structure, struct, file, path)
+    try:
+        jax.tree.map(put, shardings, tree, is_leaf=_is_place)
+    except ValueError as e:
+        raise ValueError(
+            "shardings: expected one sharding, or a tree of them that is like the tree in the file or "
+            f"a prefix of it: {' '.join(str(e).split()):.500}"
+        ) from e
+    return found
 
 
-def _opened(path: str) -> tuple[list[File], Structure]:
+def _is_place(x: Any) -> bool:
+    return x is None or isinstance(x, jax.sharding.Sharding)
+
+
+def _placed(
+    leaf: Leaf, sharding: Any, whole: Callable[[], Any], read: Callable[[Box], np.ndarray]
+) -> Array:
+    """Reads an array onto the devices of a sharding.
+
+    Args:
+      leaf: the array in the file.
+      sharding: the sharding of the result.
+      whole: reads all of the array.
+      read: reads a box of the array.
+    """
+    struct = dtypes.struct_of(leaf.dtype, leaf.shape)
+    small = leaf.weak_type or dtypes.is_key(struct)
+    if small or jax.dtypes.canonicalize_dtype(struct.dtype) != struct.dtype:
+        x = whole()
+        if isinstance(x, np.ndarray):  # of 64 bits, which JAX would not keep
+            return x
+        # Unlike `jax.device_put`, this writes only to this process's devices.
+        return jax.jit(lambda x: x, out_shardings=sharding)(x)
+    # Copied, since JAX may use a NumPy array without a copy, and this one is a view of a file.
+    return jax.make_array_from_callback(
+        leaf.shape, sharding, lambda index: np.array(read(box_of(index or (), leaf.shape)))
+    )
+
+
+# --- opening -------------------------------------------------------------------------------------
+
+
+def opened(path: str) -> tuple[list[File], Structure]:
     """Opens the files of a checkpoint, and checks that they fit its structure."""
     while True:
         main = open_container(path)
-        if writing.PART in main.metadata:
+        if container.PART in main.metadata:
             raise CheckpointError(
-                f"{path}: a part of the checkpoint {main.metadata[writing.PART]}; load that file "
+                f"{path}: a part of the checkpoint {main.metadata[container.PART]}; load that file "
                 "instead"
             )
-        if writing.ENTRY not in main.metadata and writing.CHECKSUM not in main.metadata:
+        if container.ENTRY not in main.metadata and container.CHECKSUM not in main.metadata:
             _check_alone(path)
             return [main], plain_structure(main)
         names, structure = _parsed(path, main.metadata)
@@ -240,7 +307,8 @@ def _opened(path: str) -> tuple[list[File], Structure]:
         except FileNotFoundError as e:
             # Another program may have saved since, and removed the old file's shards. Each repetition
             # takes one more such save, so that the loop ends when they do.
-            if not _is_the_same(path, main):
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) != main.identity:
                 continue
             raise _missing(path, str(e.filename), names, structure) from None
         _check_tables(files, structure)
@@ -266,11 +334,6 @@ def _beside(path: str, name: str) -> str:
     return found if os.path.exists(found) else real
 
 
-def _is_the_same(path: str, file: File) -> bool:
-    status = os.stat(path)
-    return (status.st_dev, status.st_ino) == file.identity
-
-
 def _missing(path: str, shard: str, names: list[str], structure: Structure) -> CheckpointError:
     index = names.index(os.path.basename(shard)) + 1
     leaves = structures.leaves_of(structure)
@@ -284,20 +347,20 @@ def _missing(path: str, shard: str, names: list[str], structure: Structure) -> C
 def _parsed(path: str, metadata: Mapping[str, str]) -> tuple[list[str], Structure]:
     """Parses the names of further files and the structure from the metadata of the main file."""
     where = f"{path}: {container.METADATA}"
-    text, crc = metadata.get(writing.ENTRY), metadata.get(writing.CHECKSUM)
+    text, crc = metadata.get(container.ENTRY), metadata.get(container.CHECKSUM)
     if text is None or crc is None:
-        gone = writing.ENTRY if text is None else writing.CHECKSUM
+        gone = container.ENTRY if text is None else container.CHECKSUM
         raise CheckpointError(f"{where}: has no {gone!r}; the file is damaged")
     if f"{zlib.crc32(text.encode(errors='surrogatepass')):08x}" != crc:
         raise CheckpointError(
-            f"{where}: {writing.ENTRY!r} does not have the checksum {crc!r:.80}; the file is damaged"
+            f"{where}: {container.ENTRY!r} does not have the checksum {crc!r:.80}; the file is damaged"
         )
-    data = container.parse_json(f"{where}: {writing.ENTRY}", text)
+    data = container.parse_json(f"{where}: {container.ENTRY}", text)
     version = data.get("version") if isinstance(data, dict) else None
-    if type(version) is not int or version not in writing.VERSIONS:
+    if type(version) is not int or version not in container.VERSIONS:
         raise CheckpointError(
             f"{where}: version {version!r:.80} of the format; this haiku_implicit reads versions "
-            f"up to {writing.VERSIONS[-1]}. Update it, or save the tree with this one"
+            f"up to {container.VERSIONS[-1]}. Update it, or save the tree with this one"
         )
     names = data.get("files")
     plain = isinstance(names, list) and all(

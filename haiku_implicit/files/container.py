@@ -16,7 +16,15 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from haiku_implicit.core.messages import printable
+
 METADATA = "__metadata__"
+# Keys in the metadata of a main file, and of the files next to it.
+ENTRY = "haiku_implicit"
+CHECKSUM = "haiku_implicit.crc32"
+PART = "haiku_implicit.part_of"
+# Versions of the format. The second one allows arrays in parts.
+VERSIONS = (1, 2)
 
 # The format's own limit.
 _MAX_HEADER = 100_000_000
@@ -53,8 +61,7 @@ class CheckpointError(ValueError):
 
 def one_line(text: str) -> str:
     """Makes a text safe for an error: no line breaks or terminal control characters."""
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    text = printable(text)
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
 
 
@@ -163,7 +170,7 @@ def _parse(path: str, header: bytes, size: int) -> tuple[dict[str, str], dict[st
         raise CheckpointError(f"{path}: the header is not a table; the file is damaged")
     metadata = rows.pop(METADATA, None)
     metadata = {} if metadata is None else metadata  # MLX writes null
-    if not is_mapping_of(metadata, str):
+    if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
         raise CheckpointError(f"{path}: {METADATA} should map texts to texts; the file is damaged")
     tensors = {name: _tensor(f"{path}: {name}", row) for name, row in rows.items()}
     end = 0
@@ -184,11 +191,6 @@ def _parse(path: str, header: bytes, size: int) -> tuple[dict[str, str], dict[st
             f"{path}: {size} bytes of data, where the header tells of {end}; the file is damaged"
         )
     return metadata, tensors
-
-
-def is_mapping_of(x: Any, kind: type) -> bool:
-    """Whether a JSON value is a mapping to values of one type."""
-    return isinstance(x, dict) and all(type(value) is kind for value in x.values())
 
 
 def is_shape(x: Any) -> bool:
@@ -229,6 +231,19 @@ def brief(x: Any) -> str:
     except RecursionError:
         text = "something nested"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def expect(right: bool, where: str, expected: str, found: Any) -> None:
+    """Raises unless a value in a file is right.
+
+    Args:
+      right: whether it is.
+      where: its place, for the error.
+      expected: what is expected there.
+      found: the value.
+    """
+    if not right:
+        raise CheckpointError(f"{where}: expected {expected}, got {brief(found)}")
 
 
 def table(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, Tensor]:

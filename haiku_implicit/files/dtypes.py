@@ -24,14 +24,10 @@ _NATIVE = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
 }
 _PAIRS = dict(complex64="F32", complex128="F64")
-_BYTES = [
-    name
-    for name in (
-        *("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3"),
-        *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    )
-    if hasattr(ml_dtypes, name)  # older versions lack some
-]
+_BYTES = (
+    *("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3"),
+    *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
 _NONE = "float0"
 _KEYS = "key:"
 _IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -44,17 +40,12 @@ _DTYPES = {
 } | {_NONE: jax.dtypes.float0}
 
 # The dtypes in other programs' files, with our names for them.
-FOREIGN = {
-    **{stored: name for name, stored in _NATIVE.items()},
-    **dict(C64="complex64"),
-    **{
-        stored: name
-        for stored, name in dict(
-            F8_E8M0="float8_e8m0fnu", F8_E4M3FNUZ="float8_e4m3fnuz", F8_E5M2FNUZ="float8_e5m2fnuz"
-        ).items()
-        if name in _BYTES
-    },
-}
+FOREIGN = {stored: name for name, stored in _NATIVE.items()} | dict(
+    C64="complex64",
+    F8_E8M0="float8_e8m0fnu",
+    F8_E4M3FNUZ="float8_e4m3fnuz",
+    F8_E5M2FNUZ="float8_e5m2fnuz",
+)
 
 
 def is_array(x: Any) -> bool:
@@ -63,6 +54,11 @@ def is_array(x: Any) -> bool:
         return True
     # Masked arrays and arrays of records are more than their numbers.
     return type(x) in (np.ndarray, np.memmap)
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array has random keys."""
+    return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def _is_none(x: Any) -> bool:
@@ -75,7 +71,7 @@ def name_of(x: Any) -> str:
     Raises:
       TypeError: for a dtype that files cannot hold.
     """
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         impls = [impl for impl in _IMPLS if _key_struct(impl).dtype == x.dtype]
         if not impls:
             raise TypeError(
@@ -129,7 +125,7 @@ def stored_of(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
 def bytes_of(x: Any) -> np.ndarray:
     """The bytes that store an array, `[bytes]` uint8, little-endian."""
     if isinstance(x, jax.Array):
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             x = jax.random.key_data(x)
         if len(x.devices()) == 1:
             x = x.addressable_data(0)  # else JAX keeps the copy on the host as long as x exists

@@ -52,31 +52,27 @@ def _read_npz(path: str) -> dict[str, dict[str, Array]]:
     modules: dict[str, dict[str, Array]] = {}
     try:
         with zipfile.ZipFile(path) as file:
-            _check_members(path, file)
+            compressed = sum(member.compress_size for member in file.infolist())
+            if compressed > (
+                size := os.path.getsize(path)
+            ):  # overlapping files grow beyond all bounds
+                raise CheckpointError(
+                    f"{path}: {compressed} bytes of arrays in a file of {size}; it is damaged"
+                )
             for member in file.infolist():
                 key = member.filename.removesuffix(".npy")
                 module, _, name = key.rpartition("//" if "//" in key else "/")
                 if name in modules.setdefault(module, {}):
                     raise CheckpointError(f"{path}: {key}: is in the file twice")
                 modules[module][name] = _read_member(f"{path}: {key}", file, member)
-    except CheckpointError:
-        raise
-    except OSError as e:
-        if e.errno != errno.EINVAL:  # a seek to before the file's beginning
+    except Exception as e:  # zipfile raises many types of errors for a damaged archive
+        of_system = (
+            isinstance(e, OSError) and e.errno != errno.EINVAL
+        )  # a seek to before its beginning
+        if of_system or isinstance(e, CheckpointError):
             raise
         raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None
-    except Exception as e:  # zipfile raises many types of errors for a damaged archive
-        raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None
     return modules
-
-
-def _check_members(path: str, file: zipfile.ZipFile) -> None:
-    """Raises if files in an archive overlap: they would expand beyond all bounds."""
-    compressed = sum(member.compress_size for member in file.infolist())
-    if compressed > (size := os.path.getsize(path)):
-        raise CheckpointError(
-            f"{path}: {compressed} bytes of arrays in a file of {size}; it is damaged"
-        )
 
 
 def _read_member(where: str, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:

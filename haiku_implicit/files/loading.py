@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
+
+import haiku as hk
+import optax
+import optax.contrib
 
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.typing import Tree
-from haiku_implicit.files import foreign, optax_types  # noqa: F401  (the latter registers types)
-from haiku_implicit.files.checkpoint import Checkpoint, Memory, Source
+from haiku_implicit.files import foreign
+from haiku_implicit.files.checkpoint import Checkpoint, Memory, Source, opened
 from haiku_implicit.files.container import CheckpointError, is_container
 from haiku_implicit.files.file_types import check_file
 from haiku_implicit.files.saving import Path
@@ -84,7 +91,7 @@ def load(
             structure, arrays = describe(tree)
         except CheckpointError as e:
             raise CheckpointError(f"{path}: {e}") from None
-        checkpoint = Checkpoint(structure, "", Memory(path, arrays, numpy))
+        checkpoint = Checkpoint(structure, "", Source(path, [Memory(path, arrays)], numpy))
     with checkpoint:
         return checkpoint.read(only=only, like=like, shardings=shardings)
 
@@ -116,5 +123,29 @@ def open_checkpoint(path: Path, *, numpy: bool = False) -> Checkpoint:
       {'linear': {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32), 'b': ...}}
       [0. 0. 0.]
     """
-    source = Source(os.path.abspath(path), numpy)
-    return Checkpoint(source.structure, "", source)
+    path = os.path.abspath(path)
+    files, structure = opened(path)
+    return Checkpoint(structure, "", Source(path, files, numpy))
+
+
+# --- the types of other libraries ------------------------------------------------------------------
+
+
+def _named_tuples() -> dict[str, Any]:
+    """All named tuples in optax by name, also private ones such as the states of `rmsprop`.
+
+    Files name a type `optax.Name`, without its module, since it may move.
+    """
+    own = [name for name in sys.modules if name.partition(".")[0] == "optax"]
+    found: dict[str, Any] = {}
+    for name in sorted(own, key=lambda name: (name not in ("optax", "optax.contrib"), name)):
+        for kind in list(vars(sys.modules[name]).values()):
+            named = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+            if named and kind.__module__.partition(".")[0] == "optax":
+                found.setdefault(kind.__qualname__, kind)
+    return found
+
+
+for _name, _kind in _named_tuples().items():
+    register_tree_type(_kind, name=f"{optax.__name__}.{_name}")
+register_tree_type(hk.LSTMState, name="haiku.LSTMState")

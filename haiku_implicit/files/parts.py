@@ -3,8 +3,8 @@
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,15 +51,33 @@ def parts_to_json(parts: Sequence[Part]) -> Json:
     ]
 
 
+def part_from_json(row: Mapping[str, Any], where: str) -> Part:
+    """Converts the JSON of a part of an array, or of all of it, to a part.
+
+    Raises:
+      CheckpointError: if it is not valid.
+    """
+    name, file, crc = row.get("array"), row.get("file", 0), row.get("crc32")
+    if not isinstance(name, str) or type(file) is not int:
+        raise CheckpointError(f"{where}: not the description of an array: {row!r:.80}")
+    shape: Any = row.get("shape")
+    start: Any = row.get("start", [0] * len(shape) if isinstance(shape, list) else None)
+    if not is_shape(shape) or not is_shape(start) or len(start) != len(shape):
+        raise CheckpointError(f"{where}: {shape!r:.80} is not the shape of an array")
+    if not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
+        raise CheckpointError(f"{where}: {crc!r:.80} is not a checksum")
+    return Part(name, file, tuple(start), tuple(shape), int(crc, 16))
+
+
 def parts_from_json(data: Json, shape: tuple[int, ...], where: str) -> tuple[Part, ...]:
     """Converts JSON from `parts_to_json` back to parts.
 
     Raises:
       CheckpointError: if they do not tile an array of this shape.
     """
-    if not isinstance(data, list):
+    if not isinstance(data, list) or not all(isinstance(row, dict) for row in data):
         raise CheckpointError(f"{where}: expected a list of parts, found {data!r:.80}")
-    parts = tuple(_part(row, len(shape), where) for row in data)
+    parts = tuple(part_from_json(row, where) for row in data)
     if not _tile(parts, shape):
         raise CheckpointError(
             f"{where}: its {len(parts)} parts do not make an array {list(shape)}; the file is damaged"
@@ -67,24 +85,9 @@ def parts_from_json(data: Json, shape: tuple[int, ...], where: str) -> tuple[Par
     return parts
 
 
-def _part(row: Json, ndim: int, where: str) -> Part:
-    wrong = CheckpointError(f"{where}: not the description of a part: {row!r:.80}")
-    if not isinstance(row, dict):
-        raise wrong
-    name, file, crc = row.get("array"), row.get("file"), row.get("crc32")
-    if not isinstance(name, str) or type(file) is not int or not isinstance(crc, str):
-        raise wrong
-    ends = row.get("start", ()), row.get("shape", ())
-    if not all(is_shape(x) and len(x) == ndim for x in ends):
-        raise wrong
-    if not re.fullmatch("[0-9a-f]{8}", crc):
-        raise wrong
-    return Part(name, file, tuple(ends[0]), tuple(ends[1]), int(crc, 16))
-
-
 def _tile(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
     """Whether parts are the cells of a grid as large as the array, each cell once."""
-    if not parts:
+    if not parts or any(len(part.shape) != len(shape) for part in parts):
         return False
     cuts = [sorted({part.start[axis] for part in parts}) for axis in range(len(shape))]
     cells = set(itertools.product(*cuts)) if math.prod(map(len, cuts)) == len(parts) else set()

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.core.messages import shown
+from haiku_implicit.files.container import CheckpointError, expect
 from haiku_implicit.files.file_types import read_json
 
 # As in model-00002-of-00003.safetensors, also before a variant: model-00002-of-00003.fp16.safetensors.
@@ -16,8 +17,8 @@ _CONSOLIDATED = re.compile(r"consolidated\.(\d+)\.safetensors")
 # As in model.safetensors.index.json, and for a variant model.safetensors.index.fp16.json.
 _INDEX_END = ".safetensors.index.json"
 _INDEX_OF_VARIANT = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json", re.DOTALL)
-# How many files an error names, and the largest number of files that a name may give.
-_SHOWN, _MOST = 5, 10_000
+# The largest number of files that a name may give.
+_MOST = 10_000
 
 
 class Shards(NamedTuple):
@@ -99,9 +100,7 @@ def missing(files: Iterable[pathlib.Path]) -> str:
 
 def names_of(files: Iterable[pathlib.Path]) -> str:
     """The names of files, for an error."""
-    names = [file.name for file in files]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return shown([file.name for file in files])
 
 
 def _all_there(where: pathlib.Path, shards: Shards) -> Shards:
@@ -169,10 +168,7 @@ def _listed(index: pathlib.Path) -> Shards:
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{index}: weight_map: missing")
     for name, file in listed.items():
-        plain = isinstance(file, str) and file.isprintable()
-        if not plain or pathlib.PurePath(file).name != file:
-            raise CheckpointError(
-                f"{index}: weight_map: {name}: expected a file beside it, got {brief(file)}"
-            )
+        plain = isinstance(file, str) and file.isprintable() and pathlib.PurePath(file).name == file
+        expect(plain, f"{index}: weight_map: {name}", "a file beside it", file)
     of_tensors = {name: index.with_name(file) for name, file in listed.items()}
     return Shards(tuple(dict.fromkeys(of_tensors.values())), index.name, of_tensors)

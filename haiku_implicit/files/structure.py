@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Union
 
@@ -26,7 +25,7 @@ from haiku_implicit.core.array import (
 from haiku_implicit.core.typing import Array, Json, Tree, TreeDef
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import METADATA, CheckpointError, is_shape
-from haiku_implicit.files.parts import Part, parts_from_json, parts_to_json
+from haiku_implicit.files.parts import Part, part_from_json, parts_from_json, parts_to_json
 
 _FLAT: type = type(hk.data_structures.to_immutable_dict({}))
 
@@ -40,24 +39,19 @@ class Leaf(NamedTuple):
       dtype: the name of its dtype: see `dtypes`.
       shape: its shape.
       weak_type: whether it is weakly typed in JAX, like a Python number.
-      file: the index of its file, 0 for the main one.
-      crc: the CRC-32 of its bytes; None if it is unknown.
-      parts: the tensors that store it, if there are several.
+      parts: the tensors that store it, if they are known.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     weak_type: bool = False
-    file: int = 0
-    crc: int | None = None
     parts: tuple[Part, ...] = ()
 
     @property
     def tensors(self) -> tuple[Part, ...]:
-        """The tensors that store the array: its parts, or one tensor."""
-        whole = Part(self.name, self.file, (0,) * len(self.shape), self.shape, self.crc)
-        return self.parts or (whole,)
+        """The tensors that store the array: its parts, or one tensor in the main file."""
+        return self.parts or (Part(self.name, 0, (0,) * len(self.shape), self.shape),)
 
 
 class Branch(NamedTuple):
@@ -289,12 +283,13 @@ def _naming(path: str) -> Iterator[None]:
 def to_json(structure: Structure) -> Json:
     """Converts a structure to JSON."""
     if isinstance(structure, Leaf):
-        name, dtype, shape, weak_type, file, crc, parts = structure
-        found: dict[str, Any] = {"array": name, "dtype": dtype, "shape": list(shape)}
-        found["crc32"] = f"{crc or 0:08x}"
+        (first, *more), weak_type = structure.tensors, structure.weak_type
+        found: dict[str, Any] = {"array": structure.name, "dtype": structure.dtype}
+        found |= {"shape": list(structure.shape), "crc32": f"{0 if more else first.crc or 0:08x}"}
         found |= {"weak_type": True} if weak_type else {}
-        found |= {"file": file} if file else {}
-        return found | ({"parts": parts_to_json(parts)} if parts else {})
+        if more:
+            return found | {"parts": parts_to_json(structure.parts)}
+        return found | ({"file": first.file} if first.file else {})
     kind, keys, children, static, dense, whole = structure
     if kind == "none":
         return None
@@ -353,23 +348,18 @@ def from_json(data: Json, path: str = "") -> Structure:
 
 
 def _leaf(data: dict[str, Any], where: str) -> Leaf:
-    name, dtype, shape = data["array"], data.get("dtype"), data.get("shape")
-    file, weak_type, crc = data.get("file", 0), data.get("weak_type", False), data.get("crc32")
-    if not isinstance(name, str) or type(file) is not int or type(weak_type) is not bool:
+    whole, weak_type = part_from_json(data, where), data.get("weak_type", False)
+    if type(weak_type) is not bool:
         raise CheckpointError(f"{where}: not the description of an array: {data!r:.80}")
-    if shape is None or not is_shape(shape):
-        raise CheckpointError(f"{where}: {shape!r:.80} is not the shape of an array")
-    if not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
-        raise CheckpointError(f"{where}: {crc!r:.80} is not a checksum")
-    leaf = Leaf(name, dtype if isinstance(dtype, str) else "", tuple(shape), weak_type, file)
+    parts = parts_from_json(data["parts"], whole.shape, where) if "parts" in data else (whole,)
+    dtype: Any = data.get("dtype")
     try:
-        dtypes.stored_of(leaf.dtype, leaf.shape)
-    except KeyError:
+        dtypes.stored_of(dtype, whole.shape)
+    except (AttributeError, KeyError):  # not a text, or an unknown one
         raise CheckpointError(
             f"{where}: this program does not know the dtype {dtype!r:.80}"
         ) from None
-    parts = parts_from_json(data["parts"], leaf.shape, where) if "parts" in data else ()
-    return leaf._replace(crc=int(crc, 16), parts=parts)
+    return Leaf(whole.name, dtype, whole.shape, weak_type, parts)
 
 
 def _keys(data: Json, count: int, where: str) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.files.container import CheckpointError, brief, is_shape, parse_json
+from haiku_implicit.files.container import expect, is_shape, parse_json
 from haiku_implicit.interchange.safetensors_files import Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -27,20 +27,15 @@ _FORMATS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 _PARTS_OF_4 = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
-def quantized(tensors: Tensors) -> tuple[list[Stored], set[str]]:
-    """Finds the weights that bitsandbytes quantized, and the names of all their tensors."""
-    found: list[Stored] = []
-    used: set[str] = set()
+def quantized(tensors: Tensors) -> list[Stored]:
+    """Finds the weights that bitsandbytes quantized."""
+    found = []
     for name in tensors.files:
         if match := _STATE.fullmatch(name):
-            weight = match["weight"]
-            found.append(_four_bits(tensors, weight, name, _FORMATS[match["kind"]]))
-            used |= {weight, name, *(f"{weight}.{part}" for part in _PARTS_OF_4)}
+            found.append(_four_bits(tensors, match["weight"], name, _FORMATS[match["kind"]]))
         elif name.endswith(".SCB"):
-            module = name.removesuffix(".SCB")
-            found.append(_eight_bits(tensors, module))
-            used |= {f"{module}.weight", name, f"{module}.weight_format"}
-    return found, used
+            found.append(_eight_bits(tensors, name.removesuffix(".SCB")))
+    return found
 
 
 # --- 4 bits --------------------------------------------------------------------------------------
@@ -68,28 +63,24 @@ def _four_bits(tensors: Tensors, name: str, state_name: str, format_name: str) -
             raise ValueError(f"quant_map: not that of {format_name}. `dequantize` makes it dense")
         return _matrix(codes.reshape(shape), scales, state, format_name)
 
-    return Stored(name, shape_of, read)
+    uses = (name, state_name, *(f"{name}.{part}" for part in _PARTS_OF_4))
+    return Stored(name, shape_of, read, uses)
 
 
 def _state_of(tensors: Tensors, name: str) -> dict[str, Any]:
     where = f"{tensors.where}: {name}"
     state = parse_json(where, tensors.array(name, "U8").tobytes())
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{where}: expected a JSON object, got {brief(state)}")
+    expect(isinstance(state, dict), where, "a JSON object", state)
     shape, dtype = state.get("shape"), state.get("dtype")
-    if not (isinstance(shape, list) and is_shape(shape) and len(shape) >= 2):
-        raise CheckpointError(
-            f"{where}: shape: expected [outputs, inputs], after any other axes, got {brief(shape)}"
-        )
-    if dtype not in ("float32", "float16", "bfloat16"):
-        raise CheckpointError(f"{where}: dtype: expected a floating one, got {brief(dtype)}")
-    for key in ("blocksize", "nested_blocksize"):
-        size = state.setdefault(key, 0 if key == "blocksize" else 256)
-        if type(size) is not int or size <= 0:
-            raise CheckpointError(f"{where}: {key}: expected a positive integer, got {brief(size)}")
-    if not isinstance(state.setdefault("nested_offset", 0.0), float):
-        found = state["nested_offset"]
-        raise CheckpointError(f"{where}: nested_offset: expected a number, got {brief(found)}")
+    right = isinstance(shape, list) and is_shape(shape) and len(shape) >= 2
+    expect(right, f"{where}: shape", "[outputs, inputs], after any other axes", shape)
+    right = dtype in ("float32", "float16", "bfloat16")
+    expect(right, f"{where}: dtype", "a floating one", dtype)
+    for key, default in (("blocksize", 0), ("nested_blocksize", 256)):
+        size = state.setdefault(key, default)
+        expect(type(size) is int and size > 0, f"{where}: {key}", "a positive integer", size)
+    offset = state.setdefault("nested_offset", 0.0)
+    expect(isinstance(offset, float), f"{where}: nested_offset", "a number", offset)
     return state
 
 
@@ -144,4 +135,5 @@ def _eight_bits(tensors: Tensors, module: str) -> Stored:
         scale = tensors.array(f"{module}.SCB", "F32", codes.shape[:1])[:, None] / np.float32(127)
         return QuantizedMatrix.from_parts(codes, scale, dtype="int8", axis=-1)
 
-    return Stored(name, lambda: tensors.shape(name), read)
+    uses = tuple(f"{module}.{part}" for part in ("weight", "SCB", "weight_format"))
+    return Stored(name, lambda: tensors.shape(name), read, uses)

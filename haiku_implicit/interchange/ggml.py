@@ -1,20 +1,44 @@
-"""Reads the quantized blocks of GGUF files, without requantizing them.
+"""Converts weights from and to the quantized blocks of GGUF files.
 
-`ggml-common.h` of GGML defines the formats. Their bits are kept; codes are reordered if their order
-within a block differs from `formats.pack`.
+Bits are kept; codes are reordered if their order within a block differs from `formats.pack`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import types
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.typing import Array, DType
+from haiku_implicit.interchange.ggml_blocks import KINDS, block_size, packed, unpacked
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
+from haiku_implicit.quantized.numbers.casts import largest_before_overflow, overflows
+from haiku_implicit.quantized.numbers.formats import Recipe
+
+DENSE = ("F32", "F16", "BF16")
+# The recipes of weights in these blocks. (`formats` lacks recipes for IQ4_NL, since that is the name of
+# its codes, and for TQ2_0, which is only for files of models that were trained for it.)
+RECIPES: dict[str, Recipe] = {
+    kind: formats.RECIPES[kind.lower()] for kind in KINDS if kind.lower() in formats.RECIPES
+} | {"IQ4_NL": Recipe("iq4_nl", 32, "float16"), "TQ2_0": Recipe("ternary", 256, "float16")}
+# Kinds that the package `gguf` reads, but does not write.
+_BY_LIBRARY = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+_LARGEST_HALF = 65504.0
+_LARGEST_BFLOAT16 = largest_before_overflow(jnp.bfloat16)
+
+
+def gguf_package() -> types.ModuleType:
+    """Imports the optional package `gguf`."""
+    try:
+        import gguf
+    except ImportError as e:
+        raise ImportError("GGUF files need gguf: pip install 'haiku-implicit[gguf]'") from e
+    return gguf
 
 
 def from_ggml(
@@ -49,154 +73,175 @@ def from_ggml(
     name = kind if isinstance(kind, str) else getattr(kind, "name", kind)
     if name not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-    sizes, read = KINDS[name]
-    data = np.asarray(data)
-    if data.dtype != np.uint8 or data.ndim < 2 or data.shape[-1] % sum(sizes) or not data.size:
+    data, size = np.asarray(data), block_size(name)
+    if data.dtype != np.uint8 or data.ndim < 2 or data.shape[-1] % size or not data.size:
         raise ValueError(
-            f"data: expected uint8[..., rows, bytes] in whole blocks of {sum(sizes)} bytes for "
-            f"{name!r}, got {data.dtype}{list(data.shape)}"
+            f"data: expected uint8[..., rows, bytes] in whole blocks of {size} bytes for {name!r}, got "
+            f"{data.dtype}{list(data.shape)}"
         )
-    blocks = data.reshape(*data.shape[:-1], -1, sum(sizes))
-    fields = np.split(blocks, np.cumsum(sizes)[:-1], axis=-1)
-    parts = read(*map(np.ascontiguousarray, fields))
-    groups = parts.codes.reshape(*parts.scale.shape, -1)
-    codes = formats.pack(jnp.asarray(groups), formats.FORMATS[parts.format])
+    parts = unpacked(name, data.reshape(*data.shape[:-1], -1, size))
+    recipe: Recipe = RECIPES[name]
+    scale: Array = parts["d"]
+    offset: Array = parts.get("m")
+    codes = parts["codes"].reshape(*scale.shape[:-1], -1, recipe.group_size)
+    if "scales" in parts:
+        of_scale, *of_offset = np.split(parts["scales"], 1 if offset is None else 2, axis=-1)
+        scale = _nested(of_scale, scale, recipe)
+        offset = _nested(of_offset[0], offset, recipe) if of_offset else None
     return QuantizedMatrix.from_parts(
-        codes, parts.scale, parts.offset, dtype=parts.format, axis=axis, out_dtype=dtype
-    )
+        _stored(codes, recipe.format), scale, offset,
+        dtype=recipe.format, axis=axis, out_dtype=dtype,
+    )  # fmt: skip
 
 
-class _Parts(NamedTuple):
-    """Codes `[..., rows, blocks, elements]`, scales and offsets `[..., rows, groups]`, the format."""
-
-    codes: np.ndarray
-    scale: Array
-    offset: Array
-    format: str
-
-
-def _q4_0(d: np.ndarray, qs: np.ndarray) -> _Parts:
-    """`d * (code - 8)`"""
-    return _Parts(_unpacked(qs, 4, 16), _halves(d), None, "int4")
-
-
-def _q4_1(d: np.ndarray, m: np.ndarray, qs: np.ndarray) -> _Parts:
-    """`d * code + m`"""
-    return _Parts(_unpacked(qs, 4, 16), _halves(d), _halves(m), "uint4")
-
-
-def _q5_0(d: np.ndarray, qh: np.ndarray, qs: np.ndarray) -> _Parts:
-    """`d * (code - 16)`, with the fifth bits of all codes in one 32-bit number."""
-    codes = _unpacked(qs, 4, 16) | _unpacked(qh, 1, 1) << 4
-    return _Parts(codes, _halves(d), None, "int5")
-
-
-def _q5_1(d: np.ndarray, m: np.ndarray, qh: np.ndarray, qs: np.ndarray) -> _Parts:
-    """`d * code + m`"""
-    return _q5_0(d, qh, qs)._replace(offset=_halves(m), format="uint5")
-
-
-def _q8_0(d: np.ndarray, qs: np.ndarray) -> _Parts:
-    """`d * code`"""
-    return _Parts(qs.view(np.int8), _halves(d), None, "int8")
-
-
-def _q2_k(scales: np.ndarray, qs: np.ndarray, d: np.ndarray, dmin: np.ndarray) -> _Parts:
-    """`d * scale * code - dmin * minimum`, with 4-bit scales and minima for 16 groups of 16."""
-    scale = _nested(scales & 15, d, "uint4")
-    minimum = _nested(scales >> 4, -dmin.view("<f2"), "uint4")
-    return _Parts(_unpacked(qs, 2, 32), scale, minimum, "uint2")
-
-
-def _q3_k(hmask: np.ndarray, qs: np.ndarray, scales: np.ndarray, d: np.ndarray) -> _Parts:
-    """`d * (scale - 32) * (code - 4)`, with 6-bit scales for 16 groups of 16."""
-    codes = _unpacked(qs, 2, 32) | _unpacked(hmask, 1, 32) << 2
-    scale = _unpacked(scales[..., :8], 4, 8) | _unpacked(scales[..., 8:], 2, 4) << 4
-    return _Parts(codes, _nested(scale, d, "int6"), None, "int3")
-
-
-def _q4_k(d: np.ndarray, dmin: np.ndarray, scales: np.ndarray, qs: np.ndarray) -> _Parts:
-    """`d * scale * code - dmin * minimum`, with 6-bit scales and minima for 8 groups of 32.
-
-    The low 6 bits of bytes 0 to 3 are the first four scales, of bytes 4 to 7 the first four minima.
-    Bytes 8 to 11 have the low 4 bits of the other scales (low half) and minima (high half), whose high
-    2 bits are the top bits of bytes 0 to 7.
-    """
-    first, second, third = np.split(scales, 3, axis=-1)
-    scale = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=-1)
-    minimum = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=-1)
-    offset = _nested(minimum, -dmin.view("<f2"), "uint6")
-    return _Parts(_unpacked(qs, 4, 32), _nested(scale, d, "uint6"), offset, "uint4")
-
-
-def _q5_k(
-    d: np.ndarray, dmin: np.ndarray, scales: np.ndarray, qh: np.ndarray, qs: np.ndarray
-) -> _Parts:
-    """`d * scale * code - dmin * minimum`, as Q4_K, with a fifth bit in each code."""
-    parts = _q4_k(d, dmin, scales, qs)
-    return parts._replace(codes=parts.codes | _unpacked(qh, 1, 32) << 4, format="uint5")
-
-
-def _q6_k(ql: np.ndarray, qh: np.ndarray, scales: np.ndarray, d: np.ndarray) -> _Parts:
-    """`d * scale * (code - 32)`, with 8-bit scales for 16 groups of 16."""
-    codes = _unpacked(ql, 4, 64) | _unpacked(qh, 2, 32) << 4
-    return _Parts(codes, _nested(scales.view(np.int8), d, "int8"), None, "int6")
-
-
-def _iq4_nl(d: np.ndarray, qs: np.ndarray) -> _Parts:
-    """`d * table[code]`"""
-    return _Parts(_unpacked(qs, 4, 16), _halves(d), None, "iq4_nl")
-
-
-def _iq4_xs(d: np.ndarray, high: np.ndarray, low: np.ndarray, qs: np.ndarray) -> _Parts:
-    """`d * (scale - 32) * table[code]`, with 6-bit scales for 8 groups of 32."""
-    scale = _unpacked(low, 4, 1) | _unpacked(high, 2, 1) << 4
-    return _Parts(_unpacked(qs, 4, 16), _nested(scale, d, "int6"), None, "iq4_nl")
-
-
-def _tq2_0(qs: np.ndarray, d: np.ndarray) -> _Parts:
-    """`d * (code - 1)`"""
-    return _Parts(_unpacked(qs, 2, 32), _halves(d), None, "ternary")
-
-
-def _mxfp4(e: np.ndarray, qs: np.ndarray) -> _Parts:
-    """`2^(e - 127) * table[code]`"""
-    return _Parts(_unpacked(qs, 4, 16), e.view(jnp.float8_e8m0fnu)[..., 0], None, "fp4")
-
-
-def _unpacked(data: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Unpacks numbers of a few bits: `run` bytes hold 8 / bits runs, the first in the lowest bits."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    runs = data.reshape(*data.shape[:-1], -1, 1, run) >> shifts & (2**bits - 1)
-    return runs.reshape(*data.shape[:-1], -1)
-
-
-def _halves(d: np.ndarray) -> np.ndarray:
-    return d.view("<f2")[..., 0]
-
-
-def _nested(codes: np.ndarray, d: np.ndarray, name: str) -> QuantizedMatrix:
+def _nested(codes: np.ndarray, d: Array, recipe: Recipe) -> QuantizedMatrix:
     """The scales of groups `[..., rows, blocks, n]` as codes with a scale for each block."""
-    packed = formats.pack(jnp.asarray(codes), formats.FORMATS[name])
+    name = recipe.scale_dtype.partition(",")[0]
     return QuantizedMatrix.from_parts(
-        packed, _halves(d), dtype=name, axis=-1, out_dtype=jnp.float32
+        _stored(codes, name), d, dtype=name, axis=-1, out_dtype=jnp.float32
     )
 
 
-# The sizes of a block's fields in bytes, and the function that converts them to parts.
-KINDS: dict[str, tuple[tuple[int, ...], Callable[..., _Parts]]] = {
-    "Q4_0": ((2, 16), _q4_0),
-    "Q4_1": ((2, 2, 16), _q4_1),
-    "Q5_0": ((2, 4, 16), _q5_0),
-    "Q5_1": ((2, 2, 4, 16), _q5_1),
-    "Q8_0": ((2, 32), _q8_0),
-    "Q2_K": ((16, 64, 2, 2), _q2_k),
-    "Q3_K": ((32, 64, 12, 2), _q3_k),
-    "Q4_K": ((2, 2, 12, 128), _q4_k),
-    "Q5_K": ((2, 2, 12, 32, 128), _q5_k),
-    "Q6_K": ((128, 64, 16, 2), _q6_k),
-    "IQ4_NL": ((2, 16), _iq4_nl),
-    "IQ4_XS": ((2, 2, 4, 128), _iq4_xs),
-    "TQ2_0": ((64, 2), _tq2_0),
-    "MXFP4": ((1, 16), _mxfp4),
-}
+def _stored(codes: np.ndarray, name: str) -> Array:
+    fmt = formats.FORMATS[name]
+    return formats.pack(jnp.asarray(codes.view(fmt.dtype)), fmt)
+
+
+def to_ggml(weight: Array, kind: Any, *, axis: int = -2) -> np.ndarray:
+    """Converts a weight to the blocks of a GGUF file; the inverse of `from_ggml`.
+
+    A `QuantizedMatrix` in the format of these blocks, grouped along `axis`, is written bit for bit.
+    `from_ggml` and `quantize_params` with `dtype='q4_k'` or `dtype='q4_0'` make such weights, also with
+    inputs. Any other weight is made dense and quantized from its values: to Q4_0, Q4_1, Q5_0, Q5_1,
+    Q8_0, TQ2_0 and MXFP4 as in llama.cpp, and to the K-quants and IQ4 by this library, for the least
+    squared error.
+
+    Args:
+      weight: `[..., n, m]`, dense or implicit.
+      kind: a kind that `from_ggml` reads, or 'F32', 'F16', 'BF16'; or an object with such a `name`.
+      axis: the axis of the weight within rows: -2 for Haiku's weights `[in, out]`, -1 for
+        `[rows, elements]` (an embedding).
+
+    Returns:
+      `[..., rows, bytes]` uint8; for 'F32' and 'F16' the numbers themselves, float32 and float16.
+
+    Raises:
+      ImportError: if the package `gguf` is needed to quantize, and missing.
+      ValueError: for another kind, rows that are not whole blocks, numbers that are not finite or too
+        large for float16.
+
+    Example:
+      >>> import jax, haiku_implicit as hki
+      >>> w = jax.random.normal(jax.random.key(0), (256, 4))
+      >>> q = hki.QuantizedMatrix.quantize(w, 'q4_k', calibration='mse')
+      >>> data = hki.to_ggml(q, 'Q4_K')
+      >>> data.shape, data.dtype
+      ((4, 144), dtype('uint8'))
+      >>> bool((hki.from_ggml(data, 'Q4_K').materialize() == q.materialize()).all())
+      True
+    """
+    name = checked_kind(kind)
+    if axis not in (-2, -1):
+        raise ValueError(f"axis: expected -2 or -1, got {axis!r}")
+    exact = kind_of(weight)
+    if isinstance(weight, QuantizedMatrix) and exact == name and weight.axis == axis:
+        return _blocks_of(weight, name)
+    rows = as_float32(weight)
+    return _quantized(rows if axis == -1 else rows.swapaxes(-1, -2), name)
+
+
+def checked_kind(kind: Any) -> str:
+    """Returns the name of a kind; raises if it can't be written."""
+    name = kind.upper() if isinstance(kind, str) else getattr(kind, "name", kind)
+    if name not in (*DENSE, *RECIPES):
+        raise ValueError(f"kind: expected one of {', '.join((*DENSE, *RECIPES))}, got {kind!r}")
+    return name
+
+
+def kind_of(weight: Array) -> str | None:
+    """The kind whose format a quantized or dense weight already has; None if there is none."""
+    if not isinstance(weight, QuantizedMatrix):
+        names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+        return None if is_implicit(weight) else names.get(np.dtype(weight.dtype).name)
+    whole = np.shape(weight.scale)[-2] == np.shape(weight.codes)[-2]  # a scale for each row
+    if weight.padding or weight.rounded_to is not None or not whole:
+        return None
+    held = Recipe(weight.format, weight.group_size, weight.scale_dtype)
+    return next((name for name, recipe in RECIPES.items() if recipe == held), None)
+
+
+def block_elements(kind: str) -> int:
+    """The number of elements in a block; 1 for kinds that are not quantized."""
+    return RECIPES[kind].multiple if kind in RECIPES else 1
+
+
+def _blocks_of(weight: QuantizedMatrix, kind: str) -> np.ndarray:
+    """The bytes `[..., rows, bytes]` of a weight that already has the format of these blocks."""
+    codes, scales = _codes_of(weight), []
+    parts = {"codes": codes.reshape(*codes.shape[:-2], -1, RECIPES[kind].multiple)}
+    for name, x in (("d", weight.scale), ("m", weight.offset)):
+        nested = isinstance(x, QuantizedMatrix)
+        scales += [_codes_of(x)] if nested else []
+        parts[name] = x.scale if nested else x
+    if scales:
+        parts["scales"] = np.concatenate(scales, axis=-1)
+    blocks = packed(kind, parts)
+    return blocks.reshape(*blocks.shape[:-2], -1)
+
+
+def _codes_of(x: QuantizedMatrix) -> np.ndarray:
+    """The codes `[..., rows, groups, n]` of a weight, or of quantized scales."""
+    return np.asarray(formats.unpack(x.codes, x.num_groups, formats.FORMATS[x.format]))
+
+
+# --- from values -----------------------------------------------------------------------------------
+
+
+def _quantized(rows: np.ndarray, kind: str) -> np.ndarray:
+    """Quantizes dense float32 rows `[..., rows, elements]` to blocks."""
+    if kind == "F32":
+        return rows
+    if rows.shape[-1] % block_elements(kind):
+        raise ValueError(
+            f"weight: rows of {rows.shape[-1]} elements are not whole blocks of "
+            f"{block_elements(kind)} for {kind!r}"
+        )
+    _check_range(rows, kind)
+    if kind in _BY_LIBRARY:
+        recipe = RECIPES[kind]
+        q = QuantizedMatrix.quantize(
+            jnp.asarray(rows), recipe.format, recipe.group_size, -1, calibration="mse",
+            scale_dtype=recipe.scale_dtype,
+        )  # fmt: skip
+        return _blocks_of(q, kind)
+    gguf = gguf_package()
+    return gguf.quants.quantize(np.ascontiguousarray(rows), gguf.GGMLQuantizationType[kind])
+
+
+def dense_of(weight: Array) -> np.ndarray:
+    """The values of a weight, dense or implicit."""
+    return np.asarray(materialize_array(weight) if is_implicit(weight) else weight)
+
+
+def as_float32(weight: Array) -> np.ndarray:
+    """Converts a weight to float32; raises a ValueError for numbers that are too large."""
+    values = dense_of(weight)
+    with np.errstate(over="ignore"):
+        rows = values.astype(np.float32)
+    if jnp.issubdtype(values.dtype, jnp.floating) and overflows(values, rows):
+        raise ValueError(f"weight: {values.dtype.name} numbers that are too large for float32")
+    return rows
+
+
+def _check_range(rows: np.ndarray, kind: str) -> None:
+    largest = float(np.abs(rows).max(initial=0))
+    if not np.isfinite(largest) and kind not in DENSE:
+        raise ValueError(f"weight: has elements that are not finite, which {kind!r} can't hold")
+    largest = float(np.abs(rows).max(initial=0, where=np.isfinite(rows)))
+    if kind == "BF16" and largest > _LARGEST_BFLOAT16:
+        raise ValueError(f"weight: {largest:g} is too large for 'BF16'; 'F32' can hold it")
+    if largest > _LARGEST_HALF and kind not in ("BF16", "MXFP4"):
+        raise ValueError(
+            f"weight: {largest:g} is too large for float16, which {kind!r} has numbers or scales in; "
+            "'F32' and 'BF16' can hold it"
+        )

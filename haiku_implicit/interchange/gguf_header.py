@@ -1,22 +1,29 @@
-"""Reads the header of a GGUF file: its metadata and its table of tensors, all checked.
+"""The header of a GGUF file, its metadata and its table of tensors: read and checked, and written.
 
-Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. (The package `gguf` can't write empty
+or nested lists.)
 """
 
+import collections
 import math
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.interchange.ggml import gguf_package
 
 # `struct`'s format of a number in the metadata, by the number of its type.
 LAYOUTS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 ALIGNMENT = "general.alignment"
 _WIDTHS = {kind: struct.calcsize(f"<{layout}") for kind, layout in LAYOUTS.items()}
-_UINT32, STRING, ARRAY = 4, 8, 9
+_UINT32, _INT32, STRING, ARRAY = 4, 5, 8, 9
+# The types of NumPy's numbers, and of Python's values.
+_KINDS = {np.dtype(layout): kind for kind, layout in LAYOUTS.items()}
+_PYTHON_KINDS = {bool: _KINDS[np.dtype(bool)], str: STRING, float: _KINDS[np.dtype(np.float32)]}
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 8
 # Limits on nested lists, on the entries and the texts of all lists, and on lists in lists. (The largest
@@ -33,8 +40,15 @@ _FOREIGN = {133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN", 137: "IQ2_K", 138: "IQ3_K
 _FOREIGN |= {140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4_KSS"}
 _FOREIGN |= {152: "IQ5_KS", 153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT", 156: "IQ3_KS"}
 _FOREIGN |= {157: "IQ2_KL", 158: "IQ1_KT"}
-# Keys of a model in several files: the number of files, this file's number, and the tensors in all.
-_SPLIT = ("split.count", "split.no", "split.tensors.count")
+# Keys of a model in several files: this file's number, the number of files, and the tensors in all.
+_SPLIT = ("split.no", "split.count", "split.tensors.count")
+_ARCHITECTURE = "general.architecture"
+_FILE_TYPE, _VERSION = "general.file_type", "general.quantization_version"
+# Keys that describe the division into files, or the kind of the tensors.
+_NOT_KEPT = ("split.", _FILE_TYPE)
+
+# A tensor to write: its name, its kind, and its shape in NumPy's order.
+Named = tuple[str, str, tuple[int, ...]]
 
 
 class Field(NamedTuple):
@@ -90,58 +104,42 @@ class Header(NamedTuple):
     rows: list[Row]
     order: str
 
-    def _number(self, key: str, default: int | None) -> Any:
-        return self.fields[key].value if key in self.fields else default
-
     @property
-    def number(self) -> int:
-        """The index of this file among the files of its model, from 0."""
-        return self._number("split.no", 0)
+    def split(self) -> tuple[int, int, int | None]:
+        """The index of this file in its model, from 0, the number of files, and that of all tensors.
 
-    @property
-    def num_files(self) -> int:
-        """The number of the model's files."""
-        return self._number("split.count", 1) or 1
-
-    @property
-    def num_tensors(self) -> int | None:
-        """The number of tensors in all files of the model; None if the file does not say."""
-        return self._number("split.tensors.count", None)
+        A file that is not one of several does not say the number of tensors.
+        """
+        found = {key: field.value for key, field in self.fields.items() if key in _SPLIT}
+        number, files, tensors = map(found.get, _SPLIT)
+        return number or 0, files or 1, tensors
 
 
-class _Ended(Exception):
-    """The file ends within its header."""
+# --- reading ---------------------------------------------------------------------------------------
 
 
 class _Damaged(Exception):
-    """The header has an impossible value."""
+    """The header is incomplete, or has an impossible value."""
 
 
-def header_of(path: str, gguf: ModuleType) -> Header:
+def header_of(path: str) -> Header:
     """Reads the header of a GGUF file, in either byte order.
 
     Args:
       path: the file, which begins like a GGUF file.
-      gguf: the package, for the sizes of blocks.
 
     Raises:
       CheckpointError: if the header is incomplete or has an impossible value.
       OSError: if it can't be read.
     """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        read = _Reader(data)
         try:
-            return _header(read, gguf)
-        except _Ended:
-            raise CheckpointError(
-                f"{path}: truncated or damaged GGUF file: it ends at byte {len(data):,}, before "
-                f"{read.within} is complete. Copy it again"
-            ) from None
+            return _header(_Reader(data))
         except _Damaged as e:
             raise CheckpointError(f"{path}: truncated or damaged GGUF file: {e}") from None
 
 
-def _header(read: "_Reader", gguf: ModuleType) -> Header:
+def _header(read: "_Reader") -> Header:
     (version,) = read.numbers("I")
     if version and not version % 2**16:
         read.order, read.offset = ">", 4
@@ -152,7 +150,7 @@ def _header(read: "_Reader", gguf: ModuleType) -> Header:
     read.within = "its metadata"
     fields = _fields(read, num_keys)
     read.within = "its table of tensors"
-    rows = list(_rows(read, num_tensors, gguf))
+    rows = list(_rows(read, num_tensors))
     alignment = alignment_of(fields)
     data = -(-read.offset // alignment) * alignment
     rows = [row._replace(start=data + row.start, stop=data + row.stop) for row in rows]
@@ -182,9 +180,10 @@ def _fields(read: "_Reader", count: int) -> dict[str, Field]:
     return found
 
 
-def _rows(read: "_Reader", count: int, gguf: ModuleType) -> Iterator[Row]:
+def _rows(read: "_Reader", count: int) -> Iterator[Row]:
     """Yields the rows of the table, with offsets from the end of the header."""
-    sizes = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    of_package = gguf_package().GGML_QUANT_SIZES
+    sizes = {int(kind): (kind.name, *size) for kind, size in of_package.items()}
     names: set[str] = set()
     for _ in range(count):
         name = read.text()
@@ -256,10 +255,16 @@ class _Reader:
     def _skip(self, count: int) -> int:
         """Moves past the next bytes, and returns their offset."""
         start = self.offset
-        if count > self.size - start:
-            raise _Ended
+        self._check_room(count)
         self.offset += count
         return start
+
+    def _check_room(self, count: int) -> None:
+        """Raises unless this many bytes follow in the file."""
+        if count > self.size - self.offset:
+            raise _Damaged(
+                f"it ends at byte {self.size:,}, before {self.within} is complete. Copy it again"
+            )
 
     def numbers(self, layout: str) -> tuple[Any, ...]:
         layout = f"{self.order}{layout}"
@@ -295,8 +300,7 @@ class _Reader:
         if self._entries > _MOST_ENTRIES:
             raise _Damaged(f"lists of more than {_MOST_ENTRIES:,} entries in its metadata")
         if inner in LAYOUTS:
-            if count * _WIDTHS[inner] > self.size - self.offset:
-                raise _Ended
+            self._check_room(count * _WIDTHS[inner])
             return Field(kind, list(self.numbers(f"{count}{LAYOUTS[inner]}")), inner)
         if inner == STRING:
             return Field(kind, [self._value() for _ in range(count)], inner)
@@ -304,3 +308,126 @@ class _Reader:
         if self._lists > _MOST_LISTS:
             raise _Damaged(f"more than {_MOST_LISTS:,} lists in lists in its metadata")
         return Field(kind, [self.field(inner, depth + 1) for _ in range(count)], inner)
+
+
+# --- writing ---------------------------------------------------------------------------------------
+
+
+def fields_of(
+    metadata: Mapping[str, Any], source: Mapping[str, Field], tensors: Sequence[Named]
+) -> dict[str, Field]:
+    """The metadata of a file.
+
+    Args:
+      metadata: the user's keys; None removes a key.
+      source: the metadata that is copied from another file.
+      tensors: the tensors of the file.
+
+    Raises:
+      ValueError: for a value that a file can't hold, or if there is no architecture.
+    """
+    fields = {key: field for key, field in source.items() if not key.startswith(_NOT_KEPT)}
+    fields |= _about(tensors)
+    for key, value in metadata.items():
+        if value is None:
+            fields.pop(key, None)
+        else:
+            try:
+                fields[key] = _field(key, value)
+                _text(key), _packed(fields[key])
+            except (struct.error, OverflowError, UnicodeEncodeError) as e:
+                raise ValueError(f"metadata: {key!a}: a file can't hold {value!r} ({e})") from None
+    if _ARCHITECTURE not in fields:
+        raise ValueError(
+            f"metadata: {_ARCHITECTURE!r} is missing. Give it, with the other keys that its programs "
+            "read, or metadata_from=, the file that the model came from"
+        )
+    alignment = fields.get(ALIGNMENT, Field(_UINT32, 32))
+    if alignment.kind != _UINT32 or alignment.value.bit_count() != 1:
+        raise ValueError(
+            f"metadata: {ALIGNMENT!r}: expected a power of two, got {alignment.contents()!r}"
+        )
+    return {_ARCHITECTURE: fields.pop(_ARCHITECTURE)} | fields
+
+
+def _about(tensors: Sequence[Named]) -> dict[str, Field]:
+    """The file's type, which programs show, and the version of the quantized blocks."""
+    gguf = gguf_package()
+    sizes: collections.Counter[str] = collections.Counter()
+    for _, kind, shape in tensors:
+        sizes[kind] += math.prod(shape)
+    most = sizes.most_common(1)[0][0] if sizes else "F32"
+    names = f"ALL_{most}", f"MOSTLY_{most}"
+    found = [int(x) for x in gguf.LlamaFileType if x.name.startswith(names)]
+    about = {_VERSION: Field(_UINT32, gguf.GGML_QUANT_VERSION)}
+    return about | ({_FILE_TYPE: Field(_UINT32, found[0])} if found else {})
+
+
+def _field(key: str, value: Any) -> Field:
+    """Converts a user's value to a field."""
+    if isinstance(value, list | tuple | np.ndarray):
+        each = [_field(key, x) for x in value]
+        inner = {field.kind for field in each}
+        if inner == {_INT32, _UINT32}:  # some are negative
+            inner = {_INT32}
+        if len(inner) != 1:
+            raise ValueError(
+                f"metadata: {key}: expected a list of numbers or texts of one type, got {value!r}"
+            )
+        (kind,) = inner
+        return Field(ARRAY, each if kind == ARRAY else [x.value for x in each], kind)
+    if isinstance(value, np.generic) and value.dtype in _KINDS:
+        return Field(_KINDS[value.dtype], value.item())
+    if type(value) in _PYTHON_KINDS:
+        str(value).encode()  # strictly
+        return Field(_PYTHON_KINDS[type(value)], value)
+    if type(value) is int and -(2**31) <= value < 2**32:
+        return Field(_INT32 if value < 0 else _UINT32, value)
+    raise ValueError(
+        f"metadata: {key}: expected a text, a number, a boolean or a list of them, got {value!r}. "
+        "Larger integers: numpy.uint64, numpy.int64"
+    )
+
+
+def header(fields: Mapping[str, Field], tensors: Sequence[Named]) -> bytes:
+    """The beginning of a file, up to its first tensor.
+
+    Args:
+      fields: the metadata.
+      tensors: the tensors, which follow in this order, each padded to the alignment.
+    """
+    gguf, alignment, offset = gguf_package(), alignment_of(fields), 0
+    found = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
+    for key, field in fields.items():
+        found += _text(key) + struct.pack("<I", field.kind) + _packed(field)
+    for name, kind, shape in tensors:
+        number = gguf.GGMLQuantizationType[kind]
+        elements, size = gguf.GGML_QUANT_SIZES[number]
+        found += _text(name)
+        found += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], number, offset)
+        offset += -(-math.prod(shape) // elements * size // alignment) * alignment
+    return found + bytes(-len(found) % alignment)
+
+
+def _text(text: str, errors: str = "strict") -> bytes:
+    data = text.encode("utf-8", errors)
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(text: str) -> bytes:
+    """A text of the metadata, with the bytes that another file has."""
+    return _text(text, "surrogateescape")
+
+
+def _packed(field: Field) -> bytes:
+    """The bytes of a value, without its type."""
+    if field.kind == STRING:
+        return _value(field.value)
+    if field.kind != ARRAY:
+        return struct.pack(f"<{LAYOUTS[field.kind]}", field.value)
+    assert field.inner is not None
+    head = struct.pack("<IQ", field.inner, len(field.value))
+    if field.inner in LAYOUTS:
+        return head + struct.pack(f"<{len(field.value)}{LAYOUTS[field.inner]}", *field.value)
+    each = map(_value if field.inner == STRING else _packed, field.value)
+    return head + b"".join(each)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 import sys
@@ -18,8 +17,7 @@ from haiku_implicit.core.typing import Array, DType, Tree
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.file_types import check_file, kind_of, not_a
 from haiku_implicit.files.shards import missing, names_of, numbered
-from haiku_implicit.interchange.ggml import KINDS, from_ggml
-from haiku_implicit.interchange.ggml_writing import gguf_package
+from haiku_implicit.interchange.ggml import KINDS, from_ggml, gguf_package
 from haiku_implicit.interchange.gguf_header import Field, Header, Row, header_of
 from haiku_implicit.interchange.names import Names, places_of
 from haiku_implicit.interchange.trees import Stored, tree_of
@@ -89,10 +87,7 @@ def load_gguf(
     elif not isinstance(file, GGUFFile):
         file = open_gguf(file)
     _check_kinds(file.tensors, names, file.path)
-    stored = [
-        Stored(t.name, functools.partial(_shape, t), functools.partial(_read, t))
-        for t in file.tensors
-    ]
+    stored = list(map(_stored, file.tensors))
     return tree_of(stored, names, file.path, dtype=dtype, like=like, dequantize=dequantize)
 
 
@@ -188,7 +183,7 @@ def header_of_model(path: str | os.PathLike[str]) -> Header:
     """Returns the metadata of a model, and the tables of all its files, in either byte order."""
     path = os.fspath(path)
     _check_beginning(path)
-    own = header_of(path, gguf_package())
+    own = header_of(path)
     if own.order != "<":
         return own
     headers = list(_parts(path).values())
@@ -206,9 +201,9 @@ def _check_beginning(path: str) -> None:
 
 def _header(path: str) -> Header:
     """The header of a file in this machine's byte order."""
-    gguf = gguf_package()
+    gguf_package()  # an ImportError before others
     _check_beginning(path)
-    header = header_of(path, gguf)
+    header = header_of(path)
     if header.order != "<" or sys.byteorder != "little":
         raise CheckpointError(f"{path}: only little-endian GGUF files are read, on such machines")
     return header
@@ -217,44 +212,42 @@ def _header(path: str) -> Header:
 def _parts(path: str) -> dict[str, Header]:
     """The headers of all files of a file's model, in their order."""
     own = _header(path)
-    if own.num_files <= 1:
+    number, count, tensors = own.split
+    if count <= 1:
         _check_name(path)
         return {path: own}
-    here = f"{path}: file {own.number + 1} of {own.num_files} of a model (split.count)"
+    here = f"{path}: file {number + 1} of {count} of a model (split.count)"
     files = numbered(pathlib.Path(path)) or ()
-    if len(files) != own.num_files or files[own.number : own.number + 1] != (pathlib.Path(path),):
+    if len(files) != count or files[number : number + 1] != (pathlib.Path(path),):
         raise CheckpointError(
             f"{here}, whose other files its name does not tell: expected it to end in "
-            f"-{own.number + 1:05}-of-{own.num_files:05}.gguf. Give all files the names that they had"
+            f"-{number + 1:05}-of-{count:05}.gguf. Give all files the names that they had"
         )
     if names := missing(files):
         raise CheckpointError(f"{here}, and these are not beside it: {names}. Copy them there")
     parts = {os.fspath(file): _header(os.fspath(file)) for file in files}
-    _check_parts(parts, own)
+    _check_parts(parts, count, tensors)
     return parts
 
 
-def _check_parts(parts: dict[str, Header], own: Header) -> None:
+def _check_parts(parts: dict[str, Header], count: int, tensors: int | None) -> None:
     """Raises unless the files are one model: with the numbers in their names, and each tensor once."""
     found: dict[str, str] = {}
     for i, (path, header) in enumerate(parts.items()):
-        if (header.number, header.num_files, header.num_tensors) != (
-            i,
-            own.num_files,
-            own.num_tensors,
-        ):
+        if header.split != (i, count, tensors):
+            number, files, own = header.split
             raise CheckpointError(
-                f"{path}: expected file {i + 1} of {own.num_files} and {own.num_tensors} tensors "
-                f"in all, got file {header.number + 1} of {header.num_files} and {header.num_tensors}"
+                f"{path}: expected file {i + 1} of {count} and {tensors} tensors in all, got file "
+                f"{number + 1} of {files} and {own}"
             )
         for row in header.rows:
             if row.name in found:
                 raise CheckpointError(f"{path}: {row.name}: {found[row.name]} has it, too")
             found[row.name] = path
-    if own.num_tensors not in (None, len(found)):
+    if tensors not in (None, len(found)):
         raise CheckpointError(
-            f"{next(iter(parts))}: a model of {own.num_tensors} tensors (split.tensors.count); its "
-            f"{own.num_files} files have {len(found)}"
+            f"{next(iter(parts))}: a model of {tensors} tensors (split.tensors.count); its {count} "
+            f"files have {len(found)}"
         )
 
 
@@ -291,12 +284,11 @@ def _check_kinds(tensors: list[Tensor], names: Names, where: str) -> None:
         )
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.shape
+def _stored(tensor: Tensor) -> Stored:
+    def read(dense: bool) -> np.ndarray | QuantizedMatrix:
+        assert tensor.data is not None  # `_check_kinds`
+        if tensor.kind in _DENSE:
+            return tensor.data
+        return from_ggml(tensor.data, tensor.kind, axis=-1)
 
-
-def _read(tensor: Tensor, dense: bool) -> np.ndarray | QuantizedMatrix:
-    assert tensor.data is not None  # `_check_kinds`
-    if tensor.kind in _DENSE:
-        return tensor.data
-    return from_ggml(tensor.data, tensor.kind, axis=-1)
+    return Stored(tensor.name, lambda: tensor.shape, read)

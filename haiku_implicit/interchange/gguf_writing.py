@@ -6,7 +6,6 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,10 +19,9 @@ from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.files.replacing import replaced
-from haiku_implicit.interchange import ggml_writing
-from haiku_implicit.interchange.ggml_writing import as_float32, gguf_package, to_ggml
-from haiku_implicit.interchange.gguf_header import Header, alignment_of
-from haiku_implicit.interchange.gguf_metadata import Info, fields_of, header
+from haiku_implicit.interchange import ggml
+from haiku_implicit.interchange.ggml import as_float32, gguf_package, to_ggml
+from haiku_implicit.interchange.gguf_header import Header, alignment_of, fields_of, header
 from haiku_implicit.interchange.gguf_reading import header_of_model
 from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.params.trees import trees
@@ -86,18 +84,19 @@ def save_gguf(
       output.weight Q8_0 [64, 3]
       output.bias F32 [3]
     """
-    gguf = gguf_package()
+    gguf_package()  # an ImportError before others
     source = None if metadata_from is None else _opened(metadata_from)
     tensors = _planned(params, names, source, kind)
-    infos = [_info(gguf, t) for t in tensors]
-    fields = fields_of(gguf, metadata or {}, source.fields if source else {}, infos)
-    alignment, beginning = alignment_of(fields), header(gguf, fields, infos)
+    named = [t[:3] for t in tensors]
+    fields = fields_of(metadata or {}, source.fields if source else {}, named)
+    alignment, beginning = alignment_of(fields), header(fields, named)
     with replaced(path) as temporary, open(temporary, "wb") as file:
         file.write(beginning)
         with progress.bar("tensors", len(tensors)) as run:
-            for t, info in zip(tensors, infos, strict=True):
-                file.write(run(t.name, _data_of, t).data)
-                file.write(bytes(-info.nbytes % alignment))
+            for t in tensors:
+                data = run(t.name, _data_of, t)
+                file.write(data.data)
+                file.write(bytes(-data.nbytes % alignment))
 
 
 # --- tensors ---------------------------------------------------------------------------------------
@@ -145,7 +144,7 @@ def _planned(params: Params, names: Names, source: Header | None, kind: Kinds) -
 def _check_same(tensors: Sequence[_Tensor]) -> None:
     """Raises unless parameters that share a tensor in the file have the same values."""
     for other in tensors[1:]:
-        one, two = (np.asarray(_dense(t.weight())) for t in (tensors[0], other))
+        one, two = (ggml.dense_of(t.weight()) for t in (tensors[0], other))
         if not np.array_equal(one, two, equal_nan=True):
             raise ValueError(
                 f"{other.name}: names has {tensors[0].path!r} and {other.path!r} for it, which have "
@@ -191,37 +190,23 @@ def _transposed_shape(name: str, value: Array, place: Place, shape: Any) -> tupl
     """The shape of the tensor, with its axes in the order of the parameter."""
     if place.shape is None:
         return tuple(value.shape)
-    known = _shape_in_view(value, place) if shape is None else None
-    if known is not None:
-        return known
-    if shape is None:
-        raise ValueError(
-            f"{name}: its Place has a shape, {list(place.shape)}: of this parameter the tensor has "
-            "some axes joined, and nothing says which. Give metadata_from=, a file that has this "
-            f"tensor; or the parameter with its axes joined, {_joined(place.shape)}, and a Place "
-            "without a shape"
-        )
-    own = tuple(shape[i] for i in place.axes_for(len(shape)))
-    if tuple(value.shape) != tuple(place.shape) or math.prod(own) != math.prod(place.shape):
-        raise ValueError(
-            f"{place.path}: expected shape {list(place.shape)} for the tensor {name}{list(shape)}, got "
-            f"{list(value.shape)}"
-        )
-    return own
-
-
-def _shape_in_view(value: Array, place: Place) -> tuple[int, ...] | None:
-    """The shape of a `MatrixView`'s matrix, in which axes are joined; None if `value` is not one.
-
-    A quantized weight that was read from a file with the same `Place` is such a view.
-    """
-    if not isinstance(value, MatrixView) or tuple(value.shape) != tuple(place.shape or ()):
-        return None
-    rows_and_columns = axes_of.whole(tuple(value.matrix.shape))
-    return (
-        tuple(value.matrix.shape)
-        if axes_of.reshaped(rows_and_columns, value.shape) == value.axes
-        else None
+    same = tuple(value.shape) == tuple(place.shape)
+    if shape is not None:
+        own = tuple(shape[i] for i in place.axes_for(len(shape)))
+        if not same or math.prod(own) != math.prod(place.shape):
+            raise ValueError(
+                f"{place.path}: expected shape {list(place.shape)} for the tensor {name}{list(shape)}, "
+                f"got {list(value.shape)}"
+            )
+        return own
+    if isinstance(value, MatrixView) and same:
+        matrix = tuple(value.matrix.shape)  # of a weight that was read with the same `Place`
+        if axes_of.reshaped(axes_of.whole(matrix), value.shape) == value.axes:
+            return matrix
+    raise ValueError(
+        f"{name}: its Place has a shape, {list(place.shape)}: of this parameter the tensor has some "
+        "axes joined, and nothing says which. Give metadata_from=, a file that has this tensor; or the "
+        f"parameter with its axes joined, {_joined(place.shape)}, and a Place without a shape"
     )
 
 
@@ -257,9 +242,9 @@ class _Rules:
         if kinds is None:
             return _kind_of(name, path, weight)
         for kind in kinds:
-            if shape[-1] % ggml_writing.block_elements(kind) == 0:
+            if shape[-1] % ggml.block_elements(kind) == 0:
                 return kind
-        blocks = ", ".join(f"{ggml_writing.block_elements(kind)} for {kind}" for kind in kinds)
+        blocks = ", ".join(f"{ggml.block_elements(kind)} for {kind}" for kind in kinds)
         raise ValueError(
             f"{name}: rows of {shape[-1]} elements are not whole blocks ({blocks}). Give this tensor "
             f"another kind, as in kind={{'{name}': 'Q8_0', '.*': ...}}, or one to fall back "
@@ -271,12 +256,12 @@ def _checked_kinds(kinds: Kind) -> tuple[str, ...] | None:
     if kinds is None:
         return None
     several = [kinds] if isinstance(kinds, str) or not isinstance(kinds, Sequence) else kinds
-    return tuple(map(ggml_writing.checked_kind, several))
+    return tuple(map(ggml.checked_kind, several))
 
 
 def _kind_of(name: str, path: str, weight: Array) -> str:
     """The kind whose format a weight already has."""
-    found = ggml_writing.kind_of(weight)
+    found = ggml.kind_of(weight)
     if found is None or getattr(weight, "axis", -1) != -1:
         raise ValueError(
             f"{name}: {path} is {_described(weight)}, which is not the format of a GGUF file. Give a "
@@ -294,23 +279,14 @@ def _described(weight: Array) -> str:
     return f"{weight.format} in {groups} of the tensor, with scales in {weight.scale_dtype}"
 
 
-def _info(gguf: ModuleType, t: _Tensor) -> Info:
-    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[t.kind]]
-    return Info(t.name, t.shape, t.kind, math.prod(t.shape) // elements * size)
-
-
 def _data_of(t: _Tensor) -> np.ndarray:
     weight = t.weight()
     if len(t.shape) < 2:
-        return np.ascontiguousarray(as_float32(_dense(weight)))
+        return np.ascontiguousarray(as_float32(weight))
     try:
         return np.ascontiguousarray(to_ggml(weight, t.kind, axis=-1))
     except ValueError as e:
         raise ValueError(f"{t.name}, {t.path}: {e}") from e
-
-
-def _dense(weight: Array) -> Array:
-    return weight.materialize() if hasattr(weight, "materialize") else weight
 
 
 def _opened(path: str | os.PathLike[str]) -> Header:

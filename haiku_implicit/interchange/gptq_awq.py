@@ -12,8 +12,10 @@ value is `scale * (code - zero point)`.
   `[outputs, groups]`, padded with zeros.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +28,39 @@ from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
-_SCALES = "F16 BF16 F32"
-# The positions of the first, second, ... of AWQ's eight outputs in 32 bits.
-_AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
+
+class _Layout(NamedTuple):
+    """The layout of a weight in its tensors.
+
+    Attributes:
+      transposed: whether tensors are `[inputs, outputs]` and `[groups, outputs]`.
+      packed: the axis of a weight `[outputs, inputs]` along which an integer holds several codes.
+      positions: the positions of the first, second, ... of eight codes in 32 bits, if not in order.
+    """
+
+    transposed: bool
+    packed: int
+    positions: tuple[int, ...] = ()
+
+
+class _Method(NamedTuple):
+    """The layouts of a method, and the supported bits of codes and of integers that hold them."""
+
+    layouts: Mapping[str, _Layout]
+    bits: tuple[int, ...]
+    words: tuple[int, ...]
+
+    def settings(self, config: Config) -> Settings:
+        return config.settings(self.bits, tuple(self.layouts), self.words)
+
+
+_GPTQ = _Layout(True, 1)
+METHODS = {
+    "gptq": _Method({"gptq": _GPTQ, "gptq_v2": _GPTQ}, (2, 3, 4, 8), (8, 16, 32, 64)),
+    "awq": _Method(
+        {"gemm": _Layout(True, 0, (0, 4, 1, 5, 2, 6, 3, 7)), "gemv": _Layout(False, 1)}, (4,), (32,)
+    ),
+}
 
 
 class _Parts(NamedTuple):
@@ -40,97 +72,111 @@ class _Parts(NamedTuple):
     group: np.ndarray
 
 
-def gptq(tensors: Tensors, config: Config) -> tuple[list[Stored], set[str]]:
-    """Finds the weights that GPTQ quantized, and the names of all their tensors."""
-    layouts = {"gptq": _GPTQ, "gptq_v2": _GPTQ}
-    return _found(tensors, config, layouts, bits=(2, 3, 4, 8), words=(8, 16, 32, 64))
+def quantized(name: str, tensors: Tensors, where: str, own: Mapping[str, Any]) -> list[Stored]:
+    """Finds the weights that a method of `METHODS` quantized.
+
+    Args:
+      name: the name of the method.
+      tensors: the tensors of the checkpoint.
+      where: the place of the configuration, for errors.
+      own: the configuration.
+    """
+    config, method = Config(where, own), METHODS[name]
+    method.settings(config)
+    modules = [x.removesuffix(".qweight") for x in tensors.files if x.endswith(".qweight")]
+    return [_stored(tensors, module, config, method) for module in modules]
 
 
-def awq(tensors: Tensors, config: Config) -> tuple[list[Stored], set[str]]:
-    """Finds the weights that AWQ quantized, and the names of all their tensors."""
-    return _found(tensors, config, {"gemm": _GEMM, "gemv": _GEMV}, bits=(4,), words=(32,))
-
-
-def _found(
-    tensors: Tensors, config: Config, layouts: Mapping[str, "_Layout"], **known: tuple[int, ...]
-) -> tuple[list[Stored], set[str]]:
-    """Finds all quantized weights, and the names of their tensors."""
-    found: list[Stored] = []
-    used: set[str] = set()
-    settings_of = lambda config: config.settings(formats=tuple(layouts), **known)  # noqa: E731
-    settings_of(config)
-    for name in tensors.files:
-        if name.endswith(".qweight"):
-            module = name.removesuffix(".qweight")
-            found.append(_stored(tensors, module, config, layouts, settings_of))
-            used |= {f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
-    return found, used
-
-
-def _stored(
-    tensors: Tensors,
-    module: str,
-    config: Config,
-    layouts: Mapping[str, "_Layout"],
-    settings_of: Callable[[Config], Settings],
-) -> Stored:
-    def opened() -> tuple[Settings, "_Layout", tuple[int, int]]:
-        settings = settings_of(config.of_module(module))
-        layout = layouts[settings.format]
-        return settings, layout, layout.shape(tensors, module, settings)
+def _stored(tensors: Tensors, module: str, config: Config, method: _Method) -> Stored:
+    def opened() -> _Weight:
+        settings = method.settings(config.of_module(module))
+        return _Weight(tensors, module, settings, method.layouts[settings.format])
 
     def read(dense: bool) -> np.ndarray | QuantizedMatrix:
-        settings, layout, shape = opened()
-        parts = layout.parts(tensors, module, settings, shape)
-        return _values(parts) if dense else _matrix(parts, settings.bits)
+        weight = opened()
+        return _values(weight.parts()) if dense else _matrix(weight.parts(), weight.settings.bits)
 
-    return Stored(f"{module}.weight", lambda: opened()[2], read)
-
-
-# --- the layouts ---------------------------------------------------------------------------------
+    uses = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx"))
+    return Stored(f"{module}.weight", lambda: opened().shape, read, uses)
 
 
-class _Layout(NamedTuple):
-    """The layout of a weight in its tensors.
-
-    Attributes:
-      shape: returns `[outputs, inputs]`.
-      parts: reads the weight.
-    """
-
-    shape: Callable[[Tensors, str, Settings], tuple[int, int]]
-    parts: Callable[[Tensors, str, Settings, tuple[int, int]], _Parts]
+# --- tensors -------------------------------------------------------------------------------------
 
 
-def _gptq_shape(tensors: Tensors, module: str, settings: Settings) -> tuple[int, int]:
-    words, outputs = _two(tensors, f"{module}.qweight")
-    return outputs, words * settings.word // settings.bits
+class _Weight(NamedTuple):
+    """A weight in the tensors of a module."""
 
+    tensors: Tensors
+    module: str
+    settings: Settings
+    layout: _Layout
 
-def _gptq_parts(
-    tensors: Tensors, module: str, settings: Settings, shape: tuple[int, int]
-) -> _Parts:
-    (outputs, inputs), (bits, size, _, _, ordered, word) = shape, settings
-    groups = _num_groups(inputs, settings)
-    kind = f"I{word}"
-    words = tensors.array(f"{module}.qweight", kind, (inputs * bits // word, outputs))
-    of_zeros = tensors.array(f"{module}.qzeros", kind, (groups, outputs * bits // word))
-    scales = tensors.array(f"{module}.scales", _SCALES, (groups, outputs))
-    group = np.arange(inputs) // (size or inputs)
-    if f"{module}.g_idx" in tensors.files:
-        group = tensors.array(f"{module}.g_idx", "I32", (inputs,))
-        if group.min() < 0 or group.max() >= groups:
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`[outputs, inputs]`"""
+        sizes = self._sizes("qweight")
+        packed = sizes[self.layout.packed]
+        sizes[self.layout.packed] = packed * self.settings.word // self.settings.bits
+        return sizes[0], sizes[1]
+
+    def parts(self) -> _Parts:
+        """Reads the weight."""
+        (outputs, inputs), size = self.shape, self.settings.group_size
+        groups = stored = 1 if size is None else -(-inputs // size)
+        if not self.layout.transposed:  # there may be room for more groups
+            words = max(self._sizes("qzeros")[1], -(-groups * self.settings.bits // 32))
+            stored = words * 32 // self.settings.bits
+        codes = self._codes("qweight", (outputs, inputs), self.layout.packed)
+        packed = 0 if self.layout.transposed else 1
+        zeros = self._codes("qzeros", (outputs, stored), packed)[:, :groups].astype(np.int16)
+        scales = self._array("scales", "F16 BF16 F32", (outputs, stored))[:, :groups]
+        group = np.arange(inputs) // (size or inputs)
+        if self.layout is _GPTQ:
+            group = self._groups(group, groups)
+        zeros = _zero_points(f"{self.tensors.where}: {self.module}.qzeros", zeros, self.settings)
+        return _Parts(codes, scales, zeros, group)
+
+    def _sizes(self, part: str) -> list[int]:
+        """The two sizes of a tensor `[outputs, ...]`."""
+        shape = self.tensors.shape(f"{self.module}.{part}")
+        if len(shape) != 2:
             raise CheckpointError(
-                f"{tensors.where}: {module}.g_idx: expected groups 0 ... {groups - 1}, got "
-                f"{group.min()} ... {group.max()}"
+                f"{self.tensors.where}: {self.module}.{part}: expected two axes, got {list(shape)}"
             )
-    elif ordered and size is not None:
-        raise CheckpointError(
-            f"{tensors.where}: {module}.g_idx: missing, and by desc_act it has the group of each input"
-        )
-    zeros = unpacked(of_zeros, bits).astype(np.int16)
-    zeros = _zero_points(f"{tensors.where}: {module}.qzeros", zeros, settings)
-    return _Parts(unpacked(words.T, bits), scales.T, zeros.T, group)
+        return list(shape[::-1] if self.layout.transposed else shape)
+
+    def _array(self, part: str, kinds: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Reads a tensor `[outputs, ...]`."""
+        name = f"{self.module}.{part}"
+        if self.layout.transposed:
+            return self.tensors.array(name, kinds, shape[::-1]).T
+        return self.tensors.array(name, kinds, shape)
+
+    def _codes(self, part: str, shape: tuple[int, int], packed: int) -> np.ndarray:
+        """Reads codes `[outputs, ...]`, of which integers hold several along one axis."""
+        bits, word = self.settings.bits, self.settings.word
+        sizes = tuple(n * bits // word if axis == packed else n for axis, n in enumerate(shape))
+        words = self._array(part, f"I{word}", sizes)
+        codes = unpacked(words if packed else words.T, bits)
+        if self.layout.positions:
+            codes = codes.reshape(-1, 8)[:, self.layout.positions].reshape(codes.shape)
+        return codes if packed else codes.T
+
+    def _groups(self, in_order: np.ndarray, count: int) -> np.ndarray:
+        """The group of each input."""
+        where = f"{self.tensors.where}: {self.module}.g_idx"
+        if f"{self.module}.g_idx" in self.tensors.files:
+            group = self.tensors.array(f"{self.module}.g_idx", "I32", in_order.shape)
+            if group.min() < 0 or group.max() >= count:
+                raise CheckpointError(
+                    f"{where}: expected groups 0 ... {count - 1}, got {group.min()} ... {group.max()}"
+                )
+            return group
+        if self.settings.ordered and self.settings.group_size is not None:
+            raise CheckpointError(
+                f"{where}: missing, and by desc_act it has the group of each input"
+            )
+        return in_order
 
 
 def _zero_points(where: str, stored: np.ndarray, settings: Settings) -> np.ndarray:
@@ -145,8 +191,9 @@ def _zero_points(where: str, stored: np.ndarray, settings: Settings) -> np.ndarr
     if settings.symmetric is not False and (stored == middle).all():
         return stored
     if settings.symmetric and (stored != middle - less_one).any():
+        keys = "sym" if settings.format.startswith("gptq") else "zero_point, sym"
         raise CheckpointError(
-            f"{where}: the configuration says that the weight is symmetric (sym) and its format "
+            f"{where}: the configuration says that the weight is symmetric ({keys}) and its format "
             f"{settings.format}, by which all are stored as {middle - less_one}; got "
             f"{stored.min()} ... {stored.max()}"
         )
@@ -156,81 +203,6 @@ def _zero_points(where: str, stored: np.ndarray, settings: Settings) -> np.ndarr
             f"{last + 1}. Convert the checkpoint to the format gptq_v2 with GPTQModel"
         )
     return stored + less_one
-
-
-def _gemm_shape(tensors: Tensors, module: str, settings: Settings) -> tuple[int, int]:
-    inputs, words = _two(tensors, f"{module}.qweight")
-    return words * 32 // settings.bits, inputs
-
-
-def _gemm_parts(
-    tensors: Tensors, module: str, settings: Settings, shape: tuple[int, int]
-) -> _Parts:
-    (outputs, inputs), bits = shape, settings.bits
-    groups = _num_groups(inputs, settings)
-    words = tensors.array(f"{module}.qweight", "I32", (inputs, outputs * bits // 32))
-    of_zeros = tensors.array(f"{module}.qzeros", "I32", (groups, outputs * bits // 32))
-    scales = tensors.array(f"{module}.scales", _SCALES, (groups, outputs))
-
-    def in_order(words: np.ndarray) -> np.ndarray:
-        eights = unpacked(words, bits).reshape(len(words), -1, 8)
-        return eights[..., _AWQ_POSITIONS].reshape(len(words), -1).T
-
-    return _awq_parts(tensors, module, settings, in_order(words), scales.T, in_order(of_zeros))
-
-
-def _gemv_shape(tensors: Tensors, module: str, settings: Settings) -> tuple[int, int]:
-    outputs, words = _two(tensors, f"{module}.qweight")
-    return outputs, words * 32 // settings.bits
-
-
-def _gemv_parts(
-    tensors: Tensors, module: str, settings: Settings, shape: tuple[int, int]
-) -> _Parts:
-    (outputs, inputs), bits = shape, settings.bits
-    groups = _num_groups(inputs, settings)
-    _, width = _two(tensors, f"{module}.qzeros")  # it may have room for more groups
-    width = max(width, -(-groups * bits // 32))
-    words = tensors.array(f"{module}.qweight", "I32", (outputs, inputs * bits // 32))
-    of_zeros = tensors.array(f"{module}.qzeros", "I32", (outputs, width))
-    scales = tensors.array(f"{module}.scales", _SCALES, (outputs, width * 32 // bits))
-    zeros = unpacked(of_zeros, bits)[:, :groups]
-    return _awq_parts(tensors, module, settings, unpacked(words, bits), scales[:, :groups], zeros)
-
-
-def _awq_parts(
-    tensors: Tensors,
-    module: str,
-    settings: Settings,
-    codes: np.ndarray,
-    scales: np.ndarray,
-    zeros: np.ndarray,
-) -> _Parts:
-    middle = 2 ** (settings.bits - 1)
-    if settings.symmetric and (zeros != middle).any():
-        raise CheckpointError(
-            f"{tensors.where}: {module}.qzeros: the configuration says that the weight is symmetric "
-            f"(zero_point, sym), by which all are {middle}; got {zeros.min()} ... {zeros.max()}"
-        )
-    inputs = codes.shape[1]
-    group = np.arange(inputs) // (settings.group_size or inputs)
-    return _Parts(codes, scales, zeros.astype(np.int16), group)
-
-
-_GPTQ = _Layout(_gptq_shape, _gptq_parts)
-_GEMM = _Layout(_gemm_shape, _gemm_parts)
-_GEMV = _Layout(_gemv_shape, _gemv_parts)
-
-
-def _two(tensors: Tensors, name: str) -> tuple[int, int]:
-    shape = tensors.shape(name)
-    if len(shape) != 2:
-        raise CheckpointError(f"{tensors.where}: {name}: expected two axes, got {list(shape)}")
-    return shape[0], shape[1]
-
-
-def _num_groups(inputs: int, settings: Settings) -> int:
-    return 1 if settings.group_size is None else -(-inputs // settings.group_size)
 
 
 # --- values --------------------------------------------------------------------------------------

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
+from haiku_implicit.core.messages import shown
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, DType, Json, Tree
-from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.files.container import CheckpointError, expect
 from haiku_implicit.interchange import bitsandbytes, gptq_awq, mlx
 from haiku_implicit.interchange.names import Names, places_of
-from haiku_implicit.interchange.quantization_config import METHOD, Config
+from haiku_implicit.interchange.quantization_config import METHOD
 from haiku_implicit.interchange.safetensors_files import CONFIG, Tensors, open_tensors, read_config
 from haiku_implicit.interchange.trees import Stored, tree_of
 
 # The functions that find quantized weights, by the `quant_method` of a configuration.
-_METHODS: dict[str, Callable[[Tensors, str, dict[str, Any]], tuple[list[Stored], set[str]]]] = {
-    "awq": lambda tensors, where, own: gptq_awq.awq(tensors, Config(where, own)),
+_METHODS: dict[str, Callable[[Tensors, str, dict[str, Any]], list[Stored]]] = {
+    "awq": functools.partial(gptq_awq.quantized, "awq"),
     # (For bitsandbytes the tensors suffice, whatever keys there are.)
     "bitsandbytes": lambda tensors, where, own: bitsandbytes.quantized(tensors),
-    "gptq": lambda tensors, where, own: gptq_awq.gptq(tensors, Config(where, own)),
+    "gptq": functools.partial(gptq_awq.quantized, "gptq"),
 }
 # Keys of `config.json`: from transformers, from transformers for compressed-tensors, and from MLX.
 _CONFIG, _COMPRESSION, _MLX = "quantization_config", "compression_config", "quantization"
@@ -31,8 +33,6 @@ _KEYS = _CONFIG, _COMPRESSION, _MLX
 _OF_BITSANDBYTES = (".SCB", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
 # Ends of names that only codes have.
 _CODES = (".qweight", ".weight_packed")
-# How many tensors an error names.
-_SHOWN = 5
 
 
 def load_hugging_face(
@@ -86,53 +86,46 @@ def load_hugging_face(
     """
     tensors = open_tensors(path)
     config = _quantization_of(tensors, read_config(path))
-    found, used = _quantized(tensors, *config)
-    _check_codes(tensors, used, names)
-    if config[0] == _MLX:
-        _check_scales(tensors, used, names)
+    found = _quantized(tensors, *config)
+    used = {name for stored in found for name in stored.uses}
+    _check_codes(tensors, used, names, of_mlx=config[0] == _MLX)
     found += [tensors.dense(name) for name in tensors.files if name not in used]
     return tree_of(found, names, tensors.where, dtype=dtype, like=like, dequantize=dequantize)
 
 
-def _quantized(tensors: Tensors, key: str, own: Any) -> tuple[list[Stored], set[str]]:
-    """Finds the quantized weights, and the names of all their tensors."""
+def _quantized(tensors: Tensors, key: str, own: Any) -> list[Stored]:
+    """Finds the quantized weights."""
     where = f"{tensors.where}: {CONFIG}: {key}"
     if own is None:
         named = any(name.endswith(_OF_BITSANDBYTES) for name in tensors.files)
-        return bitsandbytes.quantized(tensors) if named else ([], set())
+        return bitsandbytes.quantized(tensors) if named else []
     if not isinstance(own, dict):
         raise CheckpointError(f"{where}: not an object")
     if key == _MLX:
         return mlx.quantized(tensors, where, own)
     if key == _COMPRESSION:
         raise CheckpointError(f"{where}: weights of compressed-tensors, which are not read")
-    method = _method_of(where, own)
-    return _METHODS[method](tensors, where, own)
+    return _METHODS[_method_of(where, own)](tensors, where, own)
 
 
-def _check_codes(tensors: Tensors, used: set[str], names: Names) -> None:
-    """Raises for codes without a known method of quantization, unless they are left out."""
-    for name in tensors.files:
-        if name.endswith(_CODES) and name not in used and not _left_out(names, name):
+def _check_codes(tensors: Tensors, used: set[str], names: Names, of_mlx: bool) -> None:
+    """Raises for codes without a known method of quantization or scales, unless they are left out."""
+    without_scales = []
+    for name, file in tensors.files.items():
+        packed = of_mlx and name.endswith(".weight") and file.tensors[name].dtype == "U32"
+        if name in used or not (packed or name.endswith(_CODES)) or _left_out(names, name):
+            continue
+        if not packed:
             raise CheckpointError(
                 f"{tensors.where}: {name}: of a quantized weight, and there is no {CONFIG} with a "
                 "quantization_config that says how it was quantized. A place of None leaves it out"
             )
-
-
-def _check_scales(tensors: Tensors, used: set[str], names: Names) -> None:
-    """Raises for codes of MLX without scales, unless they are left out."""
-    found = []
-    for name, file in tensors.files.items():
-        codes = name.endswith(".weight") and file.tensors[name].dtype == "U32"
-        if codes and name not in used and not _left_out(names, name):
-            found.append(f"{name.removesuffix('.weight')}.scales")
-    if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        without_scales.append(f"{name.removesuffix('.weight')}.scales")
+    if without_scales:
         raise CheckpointError(
-            f"{tensors.where}: {', '.join(found[:_SHOWN])}{more}: missing, and the weights are codes "
-            f"that MLX packed into U32 (quantization in {CONFIG}). Copy the files of the model anew; "
-            "a place of None leaves a weight out"
+            f"{tensors.where}: {shown(without_scales)}: missing, and the weights are codes that MLX "
+            f"packed into U32 (quantization in {CONFIG}). Copy the files of the model anew; a place of "
+            "None leaves a weight out"
         )
 
 
@@ -182,8 +175,6 @@ def _method_of(where: str, own: Mapping[str, Any]) -> str:
     if not methods and ("load_in_4bit" in own or "load_in_8bit" in own):  # of older versions
         return "bitsandbytes"
     method = methods[0] if methods else None
-    if not isinstance(method, str) or method not in _METHODS:
-        raise CheckpointError(
-            f"{where}: quant_method: expected one of {', '.join(_METHODS)}, got {brief(method)}"
-        )
-    return method
+    known = isinstance(method, str) and method in _METHODS
+    expect(known, f"{where}: quant_method", f"one of {', '.join(_METHODS)}", method)
+    return str(method)

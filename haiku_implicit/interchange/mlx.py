@@ -6,13 +6,12 @@ the lowest. A group of inputs has a scale in `X.scales` and an offset in `X.bias
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.core.typing import Json
-from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.files.container import CheckpointError, expect
 from haiku_implicit.interchange.runs_of_bits import unpacked
 from haiku_implicit.interchange.safetensors_files import Tensors
 from haiku_implicit.interchange.trees import Stored
@@ -23,55 +22,43 @@ _BITS = (2, 3, 4, 5, 6, 8)
 _FLOATS = "F16 BF16 F32"
 
 
-class _Settings(NamedTuple):
-    """The bits of a code, and the number of codes that share a scale."""
-
-    bits: int
-    group_size: int
-
-
-def quantized(
-    tensors: Tensors, where: str, config: Mapping[str, Json]
-) -> tuple[list[Stored], set[str]]:
-    """Finds the weights that MLX quantized, and the names of all their tensors.
+def quantized(tensors: Tensors, where: str, config: Mapping[str, Any]) -> list[Stored]:
+    """Finds the weights that MLX quantized.
 
     Args:
       tensors: the tensors of the checkpoint.
       where: the place of the configuration, for errors.
       config: `group_size`, `bits`, `mode`, and the same keys for single modules under their names.
     """
-    found: list[Stored] = []
-    used: set[str] = set()
-    for name in tensors.files:
-        module = name.removesuffix(".scales")
-        if name.endswith(".scales") and f"{module}.weight" in tensors.files:
-            found.append(_stored(tensors, module, where, config))
-            used |= {f"{module}.{part}" for part in ("weight", "scales", "biases")}
-    return found, used
+    modules = [x.removesuffix(".scales") for x in tensors.files if x.endswith(".scales")]
+    return [
+        _stored(tensors, module, where, config)
+        for module in modules
+        if f"{module}.weight" in tensors.files
+    ]
 
 
-def _settings(where: str, config: Mapping[str, Json], module: str) -> _Settings:
+def _settings(where: str, config: Mapping[str, Any], module: str) -> tuple[int, int]:
+    """The bits of a code, and the number of codes that share a scale."""
     own = config.get(module, {})
     if own is False:
         raise CheckpointError(f"{where}: {module}: false, and there are scales of it")
-    own = {**config, **(own if isinstance(own, dict) else {})}
-    mode, bits, size = own.get("mode", "affine"), own.get("bits"), own.get("group_size")
-    if mode != "affine":
-        raise CheckpointError(f"{where}: mode: expected 'affine', got {brief(mode)}")
-    if type(bits) is not int or bits not in _BITS:
-        raise CheckpointError(
-            f"{where}: bits: expected one of {', '.join(map(str, _BITS))}, got {brief(bits)}"
-        )
-    if type(size) is not int or size <= 0 or size % 8:
-        raise CheckpointError(f"{where}: group_size: expected a multiple of 8, got {brief(size)}")
-    return _Settings(bits, size)
+    both: dict[str, Any] = {"mode": "affine", "bits": None, "group_size": None, **config}
+    both |= own if isinstance(own, dict) else {}
+    mode, bits, size = both["mode"], both["bits"], both["group_size"]
+    expect(mode == "affine", f"{where}: mode", "'affine'", mode)
+    known = type(bits) is int and bits in _BITS
+    expect(known, f"{where}: bits", f"one of {', '.join(map(str, _BITS))}", bits)
+    whole = type(size) is int and size > 0 and size % 8 == 0
+    expect(whole, f"{where}: group_size", "a multiple of 8", size)
+    return bits, size
 
 
-def _stored(tensors: Tensors, module: str, where: str, config: Mapping[str, Json]) -> Stored:
+def _stored(tensors: Tensors, module: str, where: str, config: Mapping[str, Any]) -> Stored:
     def shape() -> tuple[int, ...]:
-        settings = _settings(where, config, module)
+        bits, _ = _settings(where, config, module)
         *lead, words = tensors.shape(f"{module}.weight")
-        return *lead, words * 32 // settings.bits
+        return *lead, words * 32 // bits
 
     def read(dense: bool) -> QuantizedMatrix:
         bits, size = _settings(where, config, module)
@@ -86,4 +73,5 @@ def _stored(tensors: Tensors, module: str, where: str, config: Mapping[str, Json
             packed, np.array(scales), np.array(biases), dtype=f"uint{bits}", axis=-1
         )
 
-    return Stored(f"{module}.weight", shape, read)
+    uses = tuple(f"{module}.{part}" for part in ("weight", "scales", "biases"))
+    return Stored(f"{module}.weight", shape, read, uses)

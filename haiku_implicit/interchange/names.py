@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from haiku_implicit.core.predicates import compiled
-from haiku_implicit.files.container import CheckpointError, brief, is_shape
+from haiku_implicit.files.container import CheckpointError, expect, is_shape
 from haiku_implicit.files.file_types import read_json
 
 
@@ -34,24 +34,20 @@ class Place(NamedTuple):
         ((1, 0), (0, 1))
         """
         if self.axes is None:
-            self._check_that_axes_are_known(ndim)
-            transposed = ndim == 2 and self.path.rpartition("/")[2] == "w"
-            return (1, 0) if transposed else tuple(range(ndim))
+            is_w = self.path.rpartition("/")[2] == "w"
+            if self.shape is not None and len(self.shape) > ndim == 2 and not is_w:
+                raise ValueError(  # its shape does not say which axis of the matrix is split
+                    f"{self.path}: a matrix becomes {list(self.shape)}: say by axes= of its Place "
+                    "which axis comes first, (1, 0) for a matrix [outputs, inputs] of which the inputs "
+                    "do"
+                )
+            return (1, 0) if ndim == 2 and is_w else tuple(range(ndim))
         if sorted(self.axes) != list(range(ndim)):
             raise ValueError(
                 f"{self.path}: axes: expected each of 0 ... {ndim - 1} once, for a tensor with {ndim} "
                 f"axes, got {self.axes}"
             )
         return self.axes
-
-    def _check_that_axes_are_known(self, ndim: int) -> None:
-        """Raises if a matrix is split into more axes: its shape does not say which one is first."""
-        several = self.shape is not None and len(self.shape) > ndim == 2
-        if several and self.path.rpartition("/")[2] != "w":
-            raise ValueError(
-                f"{self.path}: a matrix becomes {list(self.shape or ())}: say by axes= of its Place "
-                "which axis comes first, (1, 0) for a matrix [outputs, inputs] of which the inputs do"
-            )
 
 
 # One place, several that get the same tensor, or None for a tensor that the model does not have.
@@ -178,8 +174,7 @@ def read_names(path: str | os.PathLike[str]) -> Callable[[str], Places]:
       'gpt/layer_11/attention/w'
     """
     found = read_json(path, "correct it there")
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected an object {{pattern: place}}, got {brief(found)}")
+    expect(isinstance(found, dict), str(path), "an object {pattern: place}", found)
     try:
         return names_by_pattern({key: _places_in_json(key, x) for key, x in found.items()})
     except ValueError as e:
@@ -194,16 +189,12 @@ def _place_in_json(pattern: str, place: Any) -> str | Place:
     if isinstance(place, str):
         return place
     known = isinstance(place, dict) and set(place) <= {"path", "axes", "shape"}
-    if not known or not isinstance(place.get("path"), str):
-        raise ValueError(
-            f"{pattern!r}: expected 'module/name', null or an object with path, axes and shape, got "
-            f"{brief(place)}"
-        )
+    known = known and isinstance(place.get("path"), str)
+    expected = "'module/name', null or an object with path, axes and shape"
+    expect(known, repr(pattern), expected, place)
     for key in ("axes", "shape"):
-        if place.get(key) is not None and not is_shape(place[key]):
-            raise ValueError(
-                f"{pattern!r}: {key}: expected a list of numbers, got {brief(place[key])}"
-            )
+        right = place.get(key) is None or is_shape(place[key])
+        expect(right, f"{pattern!r}: {key}", "a list of numbers", place.get(key))
     return Place(
         place["path"], *(place.get(key) and tuple(place[key]) for key in ("axes", "shape"))
     )

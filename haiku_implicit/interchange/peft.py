@@ -26,19 +26,11 @@ from haiku_implicit.core.typing import Array, JsonObject, Params
 from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.files.file_types import kind_of
 from haiku_implicit.files.loading import load
-from haiku_implicit.files.replacing import check_folder, replaced
+from haiku_implicit.files.replacing import check_folder, write_text
 from haiku_implicit.files.saving import save
+from haiku_implicit.interchange import peft_config
 from haiku_implicit.interchange.names import Names, Place, place_of
-from haiku_implicit.interchange.peft_config import (
-    CONFIG,
-    CONVERT,
-    Config,
-    init_from_base,
-    left_out_by,
-    rank_and_alpha,
-    read_config,
-    training_tensors,
-)
+from haiku_implicit.interchange.peft_config import CONFIG, Config
 from haiku_implicit.params.adapters.parts import (
     AdapterParts,
     base_of,
@@ -91,8 +83,8 @@ def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Params = No
     """
     folder = pathlib.Path(folder)
     _check_folder(folder)
-    config = read_config(folder / CONFIG)
-    init, file = init_from_base(config), str(folder / TENSORS)
+    config = peft_config.read_config(folder / CONFIG)
+    init, file = peft_config.init_from_base(config), str(folder / TENSORS)
     kind = next((kind for flag, kind in _kinds().items() if config.get(flag)), LoRA)
     parameters = None if base is None else {p.path: p.value for p in trees.parameters_of(base)}
     weights, bases = {}, {}
@@ -171,8 +163,7 @@ def save_peft(
     config = _config_for(ranks, alphas, found, base_model)
     folder = _made(folder)
     save(folder / TENSORS, tensors)
-    with replaced(folder / CONFIG) as temporary:
-        pathlib.Path(temporary).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -196,7 +187,7 @@ def _check_folder(folder: pathlib.Path) -> None:
 def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Array]]:
     """The tensors of each module, by their names in it."""
     parts: dict[str, dict[str, Array]] = {}
-    tree, unused = load(file), training_tensors(config)
+    tree, unused = load(file), peft_config.training_tensors(config)
     extra = [name for kind in _kinds().values() for name in kind.peft_tensors.values()]
     names = re.compile(
         r"base_model\.model\.(?P<module>.+)\."
@@ -205,13 +196,13 @@ def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Array]]:
     # (Names without a slash are keys in a file that `save` wrote, but in a module '' in other files.)
     tree = tree.get("", tree) if isinstance(tree, Mapping) else {"": tree}
     for key, tensor in tree.items() if isinstance(tree, Mapping) else ():
-        if isinstance(key, str) and unused.fullmatch(key):
+        if unused.fullmatch(str(key)):
             continue
-        found = names.fullmatch(key) if isinstance(key, str) else None
+        found = names.fullmatch(str(key))
         if found is None or not isinstance(tensor, jax.Array | np.ndarray):
             raise CheckpointError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
         module, part = found["module"], found["part"]
-        if (by := left_out_by(config, module)) is not None:
+        if (by := peft_config.left_out_by(config, module)) is not None:
             raise ValueError(
                 f"{file}: {key}: PEFT does not read it: {CONFIG} leaves {module} out by {by}, "
                 f"{brief(config[by])}. Mend that key, or take the tensor out of the file"
@@ -260,7 +251,7 @@ def _scale_of(where: str, config: Config, module: str, factors: Any, decomposed:
     The rank of decomposed factors is at most the number of the weight's rows or columns.
     """
     (n, rank), m = factors[0].shape, factors[1].shape[1]
-    wanted, alpha = rank_and_alpha(config, module)
+    wanted, alpha = peft_config.rank_and_alpha(config, module)
     if rank != (min(wanted, n, m) if decomposed else wanted):
         raise ValueError(f"{where}: rank {wanted} by {CONFIG}, {rank} by the tensors")
     return alpha / (math.sqrt(wanted) if config.get("use_rslora") else wanted)
@@ -282,7 +273,7 @@ def _dense_base(where: str, init: str, base: Mapping[str, Any] | None, path: str
     if base is None:
         raise ValueError(
             f"{where}: init_lora_weights: {init!r}: PEFT takes a part out of the base when it loads "
-            f"this. Give load_peft the dense parameters as base=. Or {CONVERT}"
+            f"this. Give load_peft the dense parameters as base=. Or {peft_config.CONVERT}"
         )
     if path not in base:
         raise ValueError(f"{where}: base: {path} is not there")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from haiku_implicit.core.typing import JsonObject
-from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.files.container import CheckpointError, brief, expect
 from haiku_implicit.files.file_types import read_json
 
 CONFIG = "adapter_config.json"
@@ -48,41 +48,21 @@ def _refused(instead: str, neutral: Any = False) -> Key:
 
 # All keys of `LoraConfig` in PEFT 0.21.2, and the keys of PEFT 0.0.1 to 0.2.0 that it no longer has.
 KEYS: dict[str, Key] = {
-    "peft_type": _READ,
-    "r": _READ,
-    "lora_alpha": _READ,
-    "rank_pattern": _READ,
-    "alpha_pattern": _READ,
-    "use_rslora": _READ,
-    "use_dora": _READ,
-    "init_lora_weights": _READ,
-    "fan_in_fan_out": _READ,
-    "target_modules": _READ,
-    "exclude_modules": _READ,
-    "layers_to_transform": _READ,
-    "layers_pattern": _READ,
-    "ensure_weight_tying": _READ,
+    **dict.fromkeys(("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern"), _READ),
+    **dict.fromkeys(("use_rslora", "use_dora", "init_lora_weights", "fan_in_fan_out"), _READ),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform"), _READ),
+    **dict.fromkeys(("layers_pattern", "ensure_weight_tying"), _READ),
     # Names and versions.
-    "task_type": _UNUSED,
-    "auto_mapping": _UNUSED,
-    "peft_version": _UNUSED,
-    "base_model_name_or_path": _UNUSED,
-    "revision": _UNUSED,
+    **dict.fromkeys(("task_type", "auto_mapping", "peft_version"), _UNUSED),
+    **dict.fromkeys(("base_model_name_or_path", "revision"), _UNUSED),
     # Training, and the memory that it takes.
-    "inference_mode": _UNUSED,
-    "lora_dropout": _UNUSED,
-    "runtime_config": _UNUSED,
-    "merge_weights": _UNUSED,
+    **dict.fromkeys(("inference_mode", "lora_dropout", "runtime_config", "merge_weights"), _UNUSED),
     "velora_config": Key("unused", tensors="lora_velora_embed"),
     "monteclora_config": Key("unused", tensors=r"lora_monteclora_sampler\..+"),
     # Initialization of the factors; `init_lora_weights` says which of these applies.
-    "loftq_config": _UNUSED,
-    "eva_config": _UNUSED,
-    "corda_config": _UNUSED,
-    "lora_ga_config": _UNUSED,
+    **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config"), _UNUSED),
     # Options of a key that is refused.
-    "qalora_group_size": _UNUSED,
-    "megatron_core": _UNUSED,
+    **dict.fromkeys(("qalora_group_size", "megatron_core"), _UNUSED),
     # More than two factors of a matrix.
     "bias": _refused(f"PEFT trained biases too, with 'all' or 'lora_only'. {_MERGE}", "none"),
     "lora_bias": _refused(f"The corrections have biases. {_MERGE}"),
@@ -128,29 +108,29 @@ def read_config(path: pathlib.Path) -> JsonObject:
         than PEFT writes.
     """
     config = read_json(path)
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else config
-        raise ValueError(f"{path}: peft_type: expected 'LORA', got {brief(kind)}")
+    kind = config.get("peft_type") if isinstance(config, dict) else config
+    expect(kind == "LORA", f"{path}: peft_type", "'LORA'", kind)
     for key, value in config.items():
         _check_key(path, key, value)
     for name in ("r", "lora_alpha"):
-        if not _is_number(config.get(name)):
-            raise ValueError(f"{path}: {name}: expected a number, got {brief(config.get(name))}")
+        number = config.get(name)
+        expect(_is_number(number), f"{path}: {name}", "a number", number)
     for name in _FLAGS:
-        if not isinstance(config.get(name), bool | None):
-            raise ValueError(f"{path}: {name}: expected true or false, got {brief(config[name])}")
+        flag = config.get(name)
+        expect(isinstance(flag, bool | None), f"{path}: {name}", "true or false", flag)
     for name in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(config.get(name) or {}, dict):
-            raise ValueError(f"{path}: {name}: expected a mapping, got {brief(config[name])}")
-        for pattern, number in (config.get(name) or {}).items():
-            if not _is_number(number):
-                raise CheckpointError(
-                    f"{path}: {name}: {brief(pattern)}: expected a number, got {brief(number)}"
-                )
+        patterns = config.get(name) or {}
+        expect(isinstance(patterns, dict), f"{path}: {name}", "a mapping", patterns)
+        for pattern, number in patterns.items():
+            expect(_is_number(number), f"{path}: {name}: {brief(pattern)}", "a number", number)
             _check_pattern(f"{path}: {name}", rf"(.*\.)?({pattern})$", pattern)
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         _check_names(f"{path}: {name}", config.get(name), name == "layers_pattern")
-    _check_layers(f"{path}: layers_to_transform", config.get("layers_to_transform"))
+    layers = config.get("layers_to_transform")
+    whole = all(
+        type(x) is int or x is None for x in (layers if isinstance(layers, list) else [layers])
+    )
+    expect(whole, f"{path}: layers_to_transform", "whole numbers", layers)
     _check_init(path, config)
     return config
 
@@ -256,8 +236,7 @@ def _check_init(path: pathlib.Path, config: Config) -> None:
 
 def _check_names(where: str, names: Any, of_layers: bool) -> None:
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if names is not None and not isinstance(names, str) and not is_list:
-        raise ValueError(f"{where}: expected a text or a list of texts, got {brief(names)}")
+    expect(is_list or isinstance(names, str | None), where, "a text or a list of texts", names)
     given = [names] if isinstance(names, str) else names or []
     if of_layers:
         given = [_layer_of(pattern) for pattern in given]
@@ -265,12 +244,6 @@ def _check_names(where: str, names: Any, of_layers: bool) -> None:
         return  # names, not patterns
     for pattern in given:
         _check_pattern(where, pattern, pattern)
-
-
-def _check_layers(where: str, layers: Any) -> None:
-    for layer in layers if isinstance(layers, list) else [layers]:
-        if layer is not None and type(layer) is not int:
-            raise ValueError(f"{where}: expected whole numbers, got {brief(layers)}")
 
 
 def _check_pattern(where: str, pattern: str, given: str) -> None:

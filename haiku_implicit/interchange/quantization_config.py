@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from haiku_implicit.core.typing import Json
-from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.files.container import CheckpointError, brief, expect
 
 # Alternative names of one key. If a file has several of them, their values have to agree.
 FORMAT = ("format", "checkpoint_format", "version")
@@ -61,7 +61,6 @@ _FREE = {
     *("sampler", "scale_dtype", "seqlen", "supported_types", "dynamic_max_gap", "lr_scheduler"),
     *("train_bs", "seed", "act_data_type", "act_dynamic", "act_group_size", "act_sym"),
 }
-_WORDS = {f"int{n}": n for n in (8, 16, 32, 64)}
 
 
 class Settings(NamedTuple):
@@ -99,9 +98,9 @@ class Config:
         self.where = where
         self._config = {key: value for key, value in config.items() if value is not None}
         for key, value in self._config.items():
-            if key in _ONLY and value not in _ONLY[key]:
+            if key in _ONLY:
                 allowed = " or ".join(map(repr, _ONLY[key])) or "null"
-                raise self.wrong(key, allowed)
+                self._expect(value in _ONLY[key], key, allowed)
             if key not in _READ | _FREE | set(_ONLY):
                 raise CheckpointError(
                     f"{where}: {key}: {brief(value)}: not a key that is known, so that it may change "
@@ -110,11 +109,9 @@ class Config:
         for keys in _SAME[:-1]:
             self.get(keys)
 
-    def wrong(self, key: str, expected: str) -> CheckpointError:
-        """The error for an unsupported value of a key."""
-        return CheckpointError(
-            f"{self.where}: {key}: expected {expected}, got {brief(self._config.get(key))}"
-        )
+    def _expect(self, right: bool, key: str, expected: str) -> None:
+        """Raises unless the value of a key is right."""
+        expect(right, f"{self.where}: {key}", expected, self._config.get(key))
 
     def get(self, keys: Sequence[str]) -> tuple[str, Any]:
         """Looks up a key by its alternative names; returns one of the names, and the value.
@@ -147,21 +144,19 @@ class Config:
           CheckpointError: for an unsupported value.
         """
         key, number = self.get(BITS)
-        if type(number) is not int or number not in bits:
-            raise self.wrong(key, f"one of {', '.join(map(str, bits))}")
+        known = type(number) is int and number in bits
+        self._expect(known, key, f"one of {', '.join(map(str, bits))}")
         key, size = self.get(GROUP_SIZE)
-        if type(size) is not int or (size <= 0 and size != -1):
-            raise self.wrong(key, "a positive integer or -1")
+        known = type(size) is int and (size > 0 or size == -1)
+        self._expect(known, key, "a positive integer or -1")
         key, form = self.get(FORMAT)
-        if form is not None and form not in formats:
-            raise self.wrong(key, " or ".join(map(repr, formats)))
-        if self._config.get("backend") == "llm-awq":
-            raise self.wrong("backend", "a program with the layouts of AutoAWQ")
-        word = next(
-            (n for k, n in _WORDS.items() if k == self._config.get("pack_dtype", "int32")), 0
-        )
-        if word not in words or (number == 3 and word != 32):
-            raise self.wrong("pack_dtype", " or ".join(k for k, n in _WORDS.items() if n in words))
+        self._expect(form is None or form in formats, key, " or ".join(map(repr, formats)))
+        known = self._config.get("backend") != "llm-awq"
+        self._expect(known, "backend", "a program with the layouts of AutoAWQ")
+        name = self._config.get("pack_dtype", "int32")
+        word = next((n for n in words if f"int{n}" == name), 0)
+        known = word == 32 or (word > 0 and number != 3)
+        self._expect(known, "pack_dtype", " or ".join(f"int{n}" for n in words))
         size = None if size == -1 else size
         ordered = bool(self._config.get("desc_act"))
         return Settings(number, size, form or formats[0], self._symmetric(), ordered, word)
@@ -169,8 +164,7 @@ class Config:
     def _symmetric(self) -> bool | None:
         symmetric, zero_point = (self._config.get(key) for key in ("sym", "zero_point"))
         for key, value in (("sym", symmetric), ("zero_point", zero_point)):
-            if value is not None and type(value) is not bool:
-                raise self.wrong(key, "true or false")
+            self._expect(isinstance(value, bool | None), key, "true or false")
         if symmetric is None:
             return None if zero_point is None else not zero_point
         if symmetric is zero_point:
@@ -189,10 +183,8 @@ class Config:
           CheckpointError: if `dynamic` is invalid, or says that the module is not quantized.
         """
         patterns = self._config.get("dynamic", {})
-        if not isinstance(patterns, dict) or not all(
-            isinstance(x, dict) for x in patterns.values()
-        ):
-            raise self.wrong("dynamic", "an object {pattern: settings}")
+        right = isinstance(patterns, dict) and all(isinstance(x, dict) for x in patterns.values())
+        self._expect(right, "dynamic", "an object {pattern: settings}")
         for pattern, changes in patterns.items():
             try:
                 found = re.match(re.sub(r"^[+-]:", "", pattern), module)

@@ -10,11 +10,10 @@ import numpy as np
 
 from haiku_implicit.core.typing import JsonObject
 from haiku_implicit.files import dtypes
-from haiku_implicit.files.checkpoint import Source
-from haiku_implicit.files.container import CheckpointError, File
+from haiku_implicit.files.checkpoint import opened
+from haiku_implicit.files.container import ENTRY, PART, CheckpointError, File
 from haiku_implicit.files.file_types import kind_of, open_container, read_json
 from haiku_implicit.files.shards import shards_in, shards_of
-from haiku_implicit.files.writing import ENTRY, PART
 from haiku_implicit.interchange.trees import Stored
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -148,7 +147,7 @@ def _opened(path: str) -> list[File]:
     """Opens a file, or all files of a checkpoint that `save` wrote."""
     file = open_container(path)
     ours = ENTRY in file.metadata or PART in file.metadata
-    return Source(path, numpy=True).files if ours else [file]
+    return opened(path)[0] if ours else [file]
 
 
 def read_config(path: str | os.PathLike[str]) -> JsonObject:
@@ -159,7 +158,10 @@ def read_config(path: str | os.PathLike[str]) -> JsonObject:
     """
     path = pathlib.Path(path)
     path = (path if path.is_dir() else path.parent) / CONFIG
-    return _json(path) if path.exists() else {}
+    config = read_json(path) if path.exists() else {}
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected an object, got {type(config).__name__}")
+    return config
 
 
 def _hint(folder: pathlib.Path) -> str:
@@ -168,10 +170,3 @@ def _hint(folder: pathlib.Path) -> str:
         return ". Pickled weights (.bin) are not read; save the model as safetensors"
     kind = kind_of(folder)
     return f". {kind.way_out}" if kind.name == "folder" else f": it is {kind.what}. {kind.way_out}"
-
-
-def _json(path: pathlib.Path) -> JsonObject:
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected an object, got {type(found).__name__}")
-    return found

@@ -10,7 +10,7 @@ import numpy as np
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.matrix_view import view_of
-from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
 from haiku_implicit.core.progress import bar
 from haiku_implicit.core.typing import Array, DType, Tree
@@ -18,9 +18,6 @@ from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers.casts import may_overflow, overflows
-
-# How many parameters an error names.
-_MOST = 5
 
 
 class Stored(NamedTuple):
@@ -33,11 +30,13 @@ class Stored(NamedTuple):
       read: returns a NumPy array, which may be a view of the file, or a `QuantizedMatrix` with groups
         along the last axis. With True it may return dense values instead, if a `QuantizedMatrix` cannot
         hold them; otherwise that is an error.
+      uses: the names of the tensors that a quantized one consists of.
     """
 
     name: str
     shape: Callable[[], tuple[int, ...]]
     read: Callable[[bool], np.ndarray | QuantizedMatrix]
+    uses: tuple[str, ...] = ()
 
 
 class _Placed(NamedTuple):
@@ -149,9 +148,8 @@ def _check_like(placed: Mapping[str, _Placed], like: Tree, where: str) -> None:
             expected = f"expected {list(wanted[path])}, got {list(shape)}"
             wrong.append(f"{path}: {expected} of {stored.name} {list(in_file)}")
     if wrong:
-        more = f"; and {len(wrong) - _MOST} more" if len(wrong) > _MOST else ""
         raise CheckpointError(
-            f"{where}: not the parameters of `like`: {'; '.join(wrong[:_MOST])}{more}"
+            f"{where}: not the parameters of `like`: {shown(wrong, separator='; ')}"
         )
 
 
@@ -179,17 +177,16 @@ def _read(placed: _Placed, where: str, dtype: DType, dense: bool) -> Array:
         with np.errstate(all="ignore"):  # infinite scales and NaN come from the file
             value = stored.read(dense)
         axes = place.axes_for(len(in_file))
-        if isinstance(value, QuantizedMatrix) and not dense:
+        if dense and isinstance(value, QuantizedMatrix):
+            value = np.asarray(value.materialize())
+        if isinstance(value, QuantizedMatrix):
             new: Array = _as_placed(value, place, axes, shape, dtype)
             if dtype is not None and may_overflow(value.dtype, dtype):
-                values = np.asarray(value.materialize())
-                with np.errstate(over="ignore", invalid="ignore"):
-                    if overflows(values, values.astype(dtype)):
-                        _warn_of_overflow(f"{where}: {stored.name}", dtype)
+                _cast(np.asarray(value.materialize()), dtype, f"{where}: {stored.name}")  # warns
         else:
-            if isinstance(value, QuantizedMatrix):
-                value = np.asarray(value.materialize())
-            new = _dense(value.transpose(axes).reshape(shape), dtype, f"{where}: {stored.name}")
+            host = _cast(value.transpose(axes).reshape(shape), dtype, f"{where}: {stored.name}")
+            same = jax.dtypes.canonicalize_dtype(host.dtype) == host.dtype
+            new = jnp.asarray(host) if same else host  # JAX would drop bits
     except CheckpointError:
         raise
     except ValueError as e:
@@ -198,24 +195,19 @@ def _read(placed: _Placed, where: str, dtype: DType, dense: bool) -> Array:
     return jax.block_until_ready(new)
 
 
-def _dense(value: np.ndarray, dtype: DType, where: str) -> Array:
-    """A JAX array of a tensor's values; a NumPy array if JAX would drop bits."""
+def _cast(value: np.ndarray, dtype: DType, where: str) -> np.ndarray:
+    """A copy of a tensor's values, with this dtype if they are floating; warns of an overflow."""
     floating = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
     # Always a copy: JAX may use the memory of its argument, and this may be a mapped file.
     copy = _aligned(value.shape, dtype if floating else value.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         copy[...] = value
     if floating and overflows(value, copy):
-        _warn_of_overflow(where, dtype)
-    same = jax.dtypes.canonicalize_dtype(copy.dtype) == copy.dtype
-    return jnp.asarray(copy) if same else copy
-
-
-def _warn_of_overflow(where: str, dtype: DType) -> None:
-    warn_caller(
-        f"{where}: has numbers that {np.dtype(dtype).name} does not have, which are beyond its range: "
-        "they become infinite or NaN. dtype=None keeps the dtype of the file"
-    )
+        warn_caller(
+            f"{where}: has numbers that {np.dtype(dtype).name} does not have, which are beyond its "
+            "range: they become infinite or NaN. dtype=None keeps the dtype of the file"
+        )
+    return copy
 
 
 def _aligned(shape: tuple[int, ...], dtype: DType) -> np.ndarray:

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 import haiku_implicit as hki
-from haiku_implicit.files import naming, structure
+from haiku_implicit.files import replacing, structure
 from tests.files.trees import Registered, assert_same, bits, mlp_params
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
@@ -220,7 +220,7 @@ def test_a_folder_that_may_not_be_written_is_named_by_the_file(path, monkeypatch
     def refused(*_):
         raise PermissionError(errno.EACCES, "Permission denied", "/x/.model.0123.part")
 
-    monkeypatch.setattr(naming, "start", refused)
+    monkeypatch.setattr(replacing, "start", refused)
     with pytest.raises(PermissionError, match="Permission denied") as raised:
         hki.save(path, {"a": jnp.ones(2)})
     assert raised.value.filename == str(path)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.files import checkpoint, naming, writing
+from haiku_implicit.files import checkpoint, replacing, saving
 from tests.tiers import few
 
 # Saves trees of one number, again and again, in several files of 40 kB, as fast as it can.
@@ -57,7 +57,7 @@ def test_a_program_that_is_killed_leaves_a_whole_checkpoint(cuts, tmp_path):
 
 
 def naming_numbers(path, names):
-    return {naming.number_of(str(path), name) for name in names} - {None}
+    return {replacing.number_of(str(path), name) for name in names} - {None}
 
 
 # A program that imports once, and forks one that saves for each kill.
@@ -99,7 +99,7 @@ def kill_many(path, draw):
             forker.stdin.write(f"{first} {draw.random() * 0.05}\n")
             forker.stdin.flush()
             told = int(forker.stdout.readline())
-            kept = naming_numbers(path, os.listdir(path.parent)) - {writing.number_in(path)}
+            kept = naming_numbers(path, os.listdir(path.parent)) - {saving.number_in(path)}
             yield told, number_of(path), len(kept)
     finally:
         forker.communicate()
@@ -224,8 +224,8 @@ def test_a_reader_finds_the_new_files_if_the_old_are_gone(tmp_path, monkeypatch)
 
 def test_saves_that_run_are_left_alone(tmp_path):
     path = str(tmp_path / "x")
-    number, file = naming.start(path)
-    shard = naming.shard_name(path, number, 1, 2)
+    number, file = replacing.start(path)
+    shard = replacing.shard_name(path, number, 1, 2)
     with open(shard, "wb"):
         pass
     hki.save(path, tree(1))

@@ -6,8 +6,7 @@ import zlib
 from typing import Any
 
 from haiku_implicit.files import dtypes
-from haiku_implicit.files.container import METADATA, WIDTHS, is_shape
-from haiku_implicit.files.writing import CHECKSUM, ENTRY
+from haiku_implicit.files.container import CHECKSUM, ENTRY, METADATA, WIDTHS, is_shape
 from tests.fuzzing import mutations
 
 _MOST = 1 << 14  # bytes that a tensor is given which becomes larger

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.interchange import ggml_writing
+from haiku_implicit.interchange import ggml
 from tests.interchange.ggml_blocks import KINDS, blocks
 from tests.tiers import few
 
@@ -36,7 +36,7 @@ def test_what_was_read_is_written_bit_for_bit(name):
     kind, data = blocks(name)
     for axis in (-1, -2):
         q = hki.from_ggml(data, kind, axis=axis)
-        assert ggml_writing.kind_of(q) == name
+        assert ggml.kind_of(q) == name
         np.testing.assert_array_equal(hki.to_ggml(q, kind, axis=axis), data)
     stack = jax.tree.map(lambda x: jnp.stack([x, x]), q)
     np.testing.assert_array_equal(hki.to_ggml(stack, name), [data, data])
@@ -107,7 +107,7 @@ def test_requantizing_keeps_the_format(name):
     lora = hki.LoRA(q, jnp.zeros((512, 1)), jnp.zeros((1, 8)))
     new = hki.merge_adapters({"linear": {"w": lora}}, requantize=True)["linear"]["w"]
     assert jax.tree.structure(new) == jax.tree.structure(q)
-    assert ggml_writing.kind_of(new) == name
+    assert ggml.kind_of(new) == name
     step = np.abs(np.asarray(q.materialize())).max() / {"Q2_K": 2, "Q3_K": 3}.get(name, 7)
     np.testing.assert_allclose(new.materialize(), q.materialize(), atol=step)
 

@@ -196,7 +196,9 @@ def test_symmetric_weights_of_awq(write, tmp_path):
         w = loaded(tmp_path, write(codes, zeros, scales), {**AWQ, **form, **config})
         assert w.format == "int4"
         np.testing.assert_array_equal(w.materialize(), values_of(codes, zeros, scales))
-        with pytest.raises(hki.CheckpointError, match=r"up.qzeros: .* symmetric .* all are 8; got"):
+        with pytest.raises(
+            hki.CheckpointError, match=r"up.qzeros: .* symmetric .* all are stored as 8; got"
+        ):
             loaded(tmp_path, write(codes, zeros - 1, scales), {**AWQ, **form, **config})
 
 
