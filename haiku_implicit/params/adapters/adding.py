@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.arrays.adapter import Adapter, method_named, method_names
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit
+from haiku_implicit.core.array import data_names, frozen_names, is_implicit
 from haiku_implicit.core.keys import KeySource, as_key_source
 from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets, compiled, no_match
-from haiku_implicit.core.typing import Array, Key, Params, Tree
+from haiku_implicit.core.typing import Array, DType, Key, Params, Tree
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.one_by_one import is_news
@@ -41,6 +43,7 @@ def add_lora(
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
     rank_stabilized: bool = False,
+    dtype: DType | None = None,
 ) -> Params:
     """Adds LoRA to weights of a tree of parameters, including quantized weights.
 
@@ -78,6 +81,8 @@ def add_lora(
         with its own factors; a warning names those whose factors have more numbers than the weight.
       rank_stabilized: whether to scale the correction by `alpha / sqrt(rank)` (rsLoRA,
         arXiv:2312.03732).
+      dtype: the dtype of the factors. None: the weight's, but float32 for weights of 16 bits or fewer,
+        whose small updates would be rounded away. Products run in the model's dtype in any case.
 
     Returns:
       The tree with the targets replaced by `LoRA`, and mappings as dicts.
@@ -99,7 +104,7 @@ def add_lora(
     """
     options: Any = dict(targets=targets, exclude=exclude, missing_ok=missing_ok)
     options |= dict(rank=rank, alpha=alpha, init=init, rank_stabilized=rank_stabilized)
-    return add_adapter(params, key, LoRA, matrix_axes=matrix_axes, **options)
+    return add_adapter(params, key, LoRA, matrix_axes=matrix_axes, dtype=dtype, **options)
 
 
 def add_adapter(
@@ -112,6 +117,7 @@ def add_adapter(
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
     patterns: Patterns | None = None,
+    dtype: DType | None = None,
     **options: Any,
 ) -> Params:
     """Adds adapters of a type to weights of a tree of parameters, including quantized weights.
@@ -130,6 +136,7 @@ def add_adapter(
       patterns: other options for some weights: a mapping from a regular expression that matches the
         whole `module/name` to options, such as `{'.*/mlp/.*': {'rank': 4}}`. The first pattern that
         matches counts.
+      dtype: the dtype of the trained arrays, as for `add_lora`.
       **options: the options of the method, such as `rank` and `alpha`; see `create` of the type, for
         example `help(haiku_implicit.adapters.DoRA.create)`.
 
@@ -154,6 +161,8 @@ def add_adapter(
       ValueError: method 'dora': expected the options rank, alpha (optional), got ranks
     """
     kind, name = _kind_of(method)
+    if dtype is not None and not jnp.issubdtype(dtype, np.floating):
+        raise TypeError(f"dtype: expected a floating dtype or None, got {dtype!r}")
     of_weight = _options_of(kind, name, options, patterns or {})
     key = as_key_source(key)
     own_shared: Any = getattr(kind.with_shared, "__func__", None)
@@ -172,7 +181,7 @@ def add_adapter(
         own_key = key if kind.one_key else parameter.key_from(key)
         with errors_name(path, value):
             own = kind.options_for(path, len(value.shape) - stacked, of_weight(path))
-            new = _created(kind, value, own_key, own)
+            new = _in_dtype(_created(kind, value, own_key, own), dtype)
         large.extend(_if_large(parameter, new))
         return new
 
@@ -237,6 +246,19 @@ def _created(kind: Any, value: Array, key: KeySource, options: Mapping[str, Any]
             f"got {describe(new) if hasattr(new, 'shape') else type(new).__name__}"
         )
     return new
+
+
+def _in_dtype(new: Adapter, dtype: DType | None) -> Adapter:
+    """An adapter with its trained arrays in a dtype; by default in their own, of 32 bits or more."""
+
+    def cast(x: Array) -> Array:
+        if is_implicit(x) or not jnp.issubdtype(getattr(x, "dtype", object), np.floating):
+            return x
+        return x.astype(dtype or (x.dtype if x.dtype.itemsize >= 4 else jnp.float32))
+
+    names = [name for name in data_names(type(new)) if name not in frozen_names(type(new))]
+    trained = {name: getattr(new, name) for name in names}
+    return new._replace(**jax.tree.map(cast, trained, is_leaf=is_implicit))
 
 
 def _if_large(parameter: trees.Parameter, new: Adapter) -> Iterator[str]:

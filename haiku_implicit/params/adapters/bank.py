@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Self
 
 import jax
@@ -87,11 +87,8 @@ class AdapterBank:
         options: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
         zeros = jax.nn.initializers.zeros
         whole = add_lora(params, 0, rank=rank, alpha=float(rank), init=zeros, **options)
-        slots = {
-            p.path: tuple(jnp.zeros((capacity, *x.shape), x.dtype) for x in _factors(p.value))
-            for p in trees.parameters_of(whole)
-            if parts.has_adapter(p.value)
-        }
+        targets_in = [p for p in trees.parameters_of(whole) if parts.has_adapter(p.value)]
+        slots = {p.path: tuple(_slots_for(p.value, capacity)) for p in targets_in}
         return cls(whole, slots)  # type: ignore[arg-type]
 
     @property
@@ -226,9 +223,17 @@ def _factors(value: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return lora.a, lora.b, lora.factor
 
 
+def _slots_for(value: Array, capacity: int) -> Iterator[jax.Array]:
+    """Zeros for the factors of a weight, in its dtype, in which products run, and for their scales."""
+    *factors, scale = _factors(value)
+    for x in factors:
+        yield jnp.zeros((capacity, *x.shape), value.dtype)
+    yield jnp.zeros((capacity, *scale.shape), scale.dtype)
+
+
 @jax.jit
 def _written(x: jax.Array, slot: Any, value: jax.Array) -> jax.Array:
-    return x.at[slot].set(value)
+    return x.at[slot].set(jnp.asarray(value, x.dtype))
 
 
 def _of_rest(params: Params, paths: Collection[str]) -> Params:
