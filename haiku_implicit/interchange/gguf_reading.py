@@ -15,7 +15,7 @@ import numpy as np
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, DType, Tree
 from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.files.file_types import check_file, kind_of, not_a
+from haiku_implicit.files.file_types import kind_of, not_a
 from haiku_implicit.files.shards import missing, names_of, numbered
 from haiku_implicit.interchange.ggml import KINDS, from_ggml, gguf_package
 from haiku_implicit.interchange.gguf_header import Field, Header, Row, header_of
@@ -82,10 +82,8 @@ def load_gguf(
       >>> hki.load_gguf(path, {'up.weight': 'linear/w', 'up.bias': 'linear/b'})['linear']['w']
       QuantizedMatrix(float32[64,8], ...)
     """
-    if hasattr(file, "fields") and not isinstance(file, GGUFFile):
-        file = _of_package(file)
-    elif not isinstance(file, GGUFFile):
-        file = open_gguf(file)
+    if not isinstance(file, GGUFFile):
+        file = _of_package(file) if hasattr(file, "fields") else open_gguf(file)
     _check_kinds(file.tensors, names, file.path)
     stored = list(map(_stored, file.tensors))
     return tree_of(stored, names, file.path, dtype=dtype, like=like, dequantize=dequantize)
@@ -194,7 +192,6 @@ def header_of_model(path: str | os.PathLike[str]) -> Header:
 
 
 def _check_beginning(path: str) -> None:
-    check_file(path, "a GGUF file")
     if kind_of(path).name != "gguf":
         raise not_a("a GGUF file", path)
 
