@@ -42,11 +42,7 @@ WIDTHS = {
 }
 
 # Bits of an element, also for dtypes that are not read.
-_BITS = {dtype: 8 * width for dtype, width in WIDTHS.items()} | {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-}
+_BITS = {dtype: 8 * width for dtype, width in WIDTHS.items()} | dict(F4=4, F6_E2M3=6, F6_E3M2=6)
 
 
 class CheckpointError(ValueError):

@@ -53,9 +53,8 @@ def _read_npz(path: str) -> dict[str, dict[str, Array]]:
     try:
         with zipfile.ZipFile(path) as file:
             compressed = sum(member.compress_size for member in file.infolist())
-            if compressed > (
-                size := os.path.getsize(path)
-            ):  # overlapping files grow beyond all bounds
+            size = os.path.getsize(path)
+            if compressed > size:  # files that overlap would expand beyond all bounds
                 raise CheckpointError(
                     f"{path}: {compressed} bytes of arrays in a file of {size}; it is damaged"
                 )
@@ -66,9 +65,8 @@ def _read_npz(path: str) -> dict[str, dict[str, Array]]:
                     raise CheckpointError(f"{path}: {key}: is in the file twice")
                 modules[module][name] = _read_member(f"{path}: {key}", file, member)
     except Exception as e:  # zipfile raises many types of errors for a damaged archive
-        of_system = (
-            isinstance(e, OSError) and e.errno != errno.EINVAL
-        )  # a seek to before its beginning
+        # (EINVAL is a seek to before the file's beginning.)
+        of_system = isinstance(e, OSError) and e.errno != errno.EINVAL
         if of_system or isinstance(e, CheckpointError):
             raise
         raise CheckpointError(f"{path}: not a whole .npz file ({e})") from None

@@ -146,7 +146,7 @@ def to_ggml(weight: Array, kind: Any, *, axis: int = -2) -> np.ndarray:
     exact = kind_of(weight)
     if isinstance(weight, QuantizedMatrix) and exact == name and weight.axis == axis:
         return _blocks_of(weight, name)
-    rows = as_float32(weight)
+    rows = _as_float32(weight)
     return _quantized(rows if axis == -1 else rows.swapaxes(-1, -2), name)
 
 
@@ -223,7 +223,7 @@ def dense_of(weight: Array) -> np.ndarray:
     return np.asarray(materialize_array(weight) if is_implicit(weight) else weight)
 
 
-def as_float32(weight: Array) -> np.ndarray:
+def _as_float32(weight: Array) -> np.ndarray:
     """Converts a weight to float32; raises a ValueError for numbers that are too large."""
     values = dense_of(weight)
     with np.errstate(over="ignore"):

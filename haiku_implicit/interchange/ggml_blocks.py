@@ -5,6 +5,7 @@ offsets have a number `m`. K-quants have nested scales: codes, of which `d` is t
 minima, of which `m` is.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -83,49 +84,26 @@ class _ScalesOfQ4K(NamedTuple):
 
 _Field = _Number | _Bits | _ScalesOfQ4K
 _D, _M, _MINUS_M = _Number("d"), _Number("m"), _Number("m", factor=-1)
-_FOURS = _Bits("codes", 16, bits=4, run=16)
-_FIFTHS = _Bits("codes", 4, bits=1, run=1, below=4)
-_TWOS_OF_256, _FOURS_OF_256 = (
-    _Bits("codes", 64, bits=2, run=32),
-    _Bits("codes", 128, bits=4, run=32),
-)
+_POWER, _SIXES = _Number("d", ml_dtypes.float8_e8m0fnu), _ScalesOfQ4K()
+_codes, _scales = functools.partial(_Bits, "codes"), functools.partial(_Bits, "scales")
 
-# The fields of a block, one after another.
+# The fields of a block, one after another; of codes and scales the bytes, the bits, the run, and the
+# number of lower bits that are elsewhere.
 KINDS: dict[str, tuple[_Field, ...]] = {
-    "Q4_0": (_D, _FOURS),
-    "Q4_1": (_D, _M, _FOURS),
-    "Q5_0": (_D, _FIFTHS, _FOURS),
-    "Q5_1": (_D, _M, _FIFTHS, _FOURS),
-    "Q8_0": (_D, _Bits("codes", 32, bits=8, run=32)),
-    "Q2_K": (_Bits("scales", 16, bits=4, run=16), _TWOS_OF_256, _D, _MINUS_M),
-    "Q3_K": (
-        _Bits("codes", 32, bits=1, run=32, below=2),
-        _TWOS_OF_256,
-        _Bits("scales", 8, bits=4, run=8),
-        _Bits("scales", 4, bits=2, run=4, below=4),
-        _D,
-    ),
-    "Q4_K": (_D, _MINUS_M, _ScalesOfQ4K(), _FOURS_OF_256),
-    "Q5_K": (
-        *(_D, _MINUS_M, _ScalesOfQ4K()),
-        _Bits("codes", 32, bits=1, run=32, below=4),
-        _FOURS_OF_256,
-    ),
-    "Q6_K": (
-        _Bits("codes", 128, bits=4, run=64),
-        _Bits("codes", 64, bits=2, run=32, below=4),
-        _Bits("scales", 16, bits=8, run=16),
-        _D,
-    ),
-    "IQ4_NL": (_D, _FOURS),
-    "IQ4_XS": (
-        _D,
-        _Bits("scales", 2, bits=2, run=1, below=4),
-        _Bits("scales", 4, bits=4, run=1),
-        _Bits("codes", 128, bits=4, run=16),
-    ),
-    "TQ2_0": (_TWOS_OF_256, _D),
-    "MXFP4": (_Number("d", ml_dtypes.float8_e8m0fnu), _FOURS),
+    "Q4_0": (_D, _codes(16, 4, 16)),
+    "Q4_1": (_D, _M, _codes(16, 4, 16)),
+    "Q5_0": (_D, _codes(4, 1, 1, 4), _codes(16, 4, 16)),
+    "Q5_1": (_D, _M, _codes(4, 1, 1, 4), _codes(16, 4, 16)),
+    "Q8_0": (_D, _codes(32, 8, 32)),
+    "Q2_K": (_scales(16, 4, 16), _codes(64, 2, 32), _D, _MINUS_M),
+    "Q3_K": (_codes(32, 1, 32, 2), _codes(64, 2, 32), _scales(8, 4, 8), _scales(4, 2, 4, 4), _D),
+    "Q4_K": (_D, _MINUS_M, _SIXES, _codes(128, 4, 32)),
+    "Q5_K": (_D, _MINUS_M, _SIXES, _codes(32, 1, 32, 4), _codes(128, 4, 32)),
+    "Q6_K": (_codes(128, 4, 64), _codes(64, 2, 32, 4), _scales(16, 8, 16), _D),
+    "IQ4_NL": (_D, _codes(16, 4, 16)),
+    "IQ4_XS": (_D, _scales(2, 2, 1, 4), _scales(4, 4, 1), _codes(128, 4, 16)),
+    "TQ2_0": (_codes(64, 2, 32), _D),
+    "MXFP4": (_POWER, _codes(16, 4, 16)),
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from haiku_implicit.files.container import CheckpointError, brief
+from haiku_implicit.files.file_types import kind_of, not_a
 from haiku_implicit.interchange.ggml import gguf_package
 
 # `struct`'s format of a number in the metadata, by the number of its type.
@@ -126,12 +127,14 @@ def header_of(path: str) -> Header:
     """Reads the header of a GGUF file, in either byte order.
 
     Args:
-      path: the file, which begins like a GGUF file.
+      path: the file.
 
     Raises:
-      CheckpointError: if the header is incomplete or has an impossible value.
+      CheckpointError: if it is no GGUF file, or its header is incomplete or has an impossible value.
       OSError: if it can't be read.
     """
+    if kind_of(path).name != "gguf":
+        raise not_a("a GGUF file", path)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return _header(_Reader(data))

@@ -15,7 +15,6 @@ import numpy as np
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, DType, Tree
 from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.files.file_types import check_file, kind_of, not_a
 from haiku_implicit.files.shards import missing, names_of, numbered
 from haiku_implicit.interchange.ggml import KINDS, from_ggml, gguf_package
 from haiku_implicit.interchange.gguf_header import Field, Header, Row, header_of
@@ -82,10 +81,8 @@ def load_gguf(
       >>> hki.load_gguf(path, {'up.weight': 'linear/w', 'up.bias': 'linear/b'})['linear']['w']
       QuantizedMatrix(float32[64,8], ...)
     """
-    if hasattr(file, "fields") and not isinstance(file, GGUFFile):
-        file = _of_package(file)
-    elif not isinstance(file, GGUFFile):
-        file = open_gguf(file)
+    if not isinstance(file, GGUFFile):
+        file = _of_package(file) if hasattr(file, "fields") else open_gguf(file)
     _check_kinds(file.tensors, names, file.path)
     stored = list(map(_stored, file.tensors))
     return tree_of(stored, names, file.path, dtype=dtype, like=like, dequantize=dequantize)
@@ -171,18 +168,16 @@ def _of_package(reader: Any) -> GGUFFile:
 def _tensors(path: str, rows: list[Row]) -> Iterator[Tensor]:
     file = np.memmap(path, mode="r")
     for name, kind, shape, start, stop, packed in rows:
-        data = None if packed is None else file[start:stop]
-        if data is not None:
-            data = (
-                data.view(_DENSE[kind]).reshape(shape) if kind in _DENSE else data.reshape(packed)
-            )
+        if kind in _DENSE:
+            data = file[start:stop].view(_DENSE[kind]).reshape(shape)
+        else:
+            data = None if packed is None else file[start:stop].reshape(packed)
         yield Tensor(name, kind, shape, data)
 
 
 def header_of_model(path: str | os.PathLike[str]) -> Header:
     """Returns the metadata of a model, and the tables of all its files, in either byte order."""
     path = os.fspath(path)
-    _check_beginning(path)
     own = header_of(path)
     if own.order != "<":
         return own
@@ -193,16 +188,9 @@ def header_of_model(path: str | os.PathLike[str]) -> Header:
 # --- the files of a model --------------------------------------------------------------------------
 
 
-def _check_beginning(path: str) -> None:
-    check_file(path, "a GGUF file")
-    if kind_of(path).name != "gguf":
-        raise not_a("a GGUF file", path)
-
-
 def _header(path: str) -> Header:
     """The header of a file in this machine's byte order."""
     gguf_package()  # an ImportError before others
-    _check_beginning(path)
     header = header_of(path)
     if header.order != "<" or sys.byteorder != "little":
         raise CheckpointError(f"{path}: only little-endian GGUF files are read, on such machines")

@@ -20,7 +20,6 @@ from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.files.replacing import replaced
 from haiku_implicit.interchange import ggml
-from haiku_implicit.interchange.ggml import as_float32, gguf_package, to_ggml
 from haiku_implicit.interchange.gguf_header import Header, alignment_of, fields_of, header
 from haiku_implicit.interchange.gguf_reading import header_of_model
 from haiku_implicit.interchange.names import Names, Place, places_of
@@ -84,7 +83,7 @@ def save_gguf(
       output.weight Q8_0 [64, 3]
       output.bias F32 [3]
     """
-    gguf_package()  # an ImportError before others
+    ggml.gguf_package()  # an ImportError before others
     source = None if metadata_from is None else _opened(metadata_from)
     tensors = _planned(params, names, source, kind)
     named = [t[:3] for t in tensors]
@@ -237,8 +236,7 @@ class _Rules:
         """The kind of a tensor, for a weight with the tensor's axes."""
         if len(shape) < 2:
             return "F32"
-        found = [own for pattern, own in self._rules.items() if pattern.fullmatch(name)]
-        kinds = found[0] if found else None
+        kinds = next((own for p, own in self._rules.items() if p.fullmatch(name)), None)
         if kinds is None:
             return _kind_of(name, path, weight)
         for kind in kinds:
@@ -280,11 +278,8 @@ def _described(weight: Array) -> str:
 
 
 def _data_of(t: _Tensor) -> np.ndarray:
-    weight = t.weight()
-    if len(t.shape) < 2:
-        return np.ascontiguousarray(as_float32(weight))
     try:
-        return np.ascontiguousarray(to_ggml(weight, t.kind, axis=-1))
+        return np.ascontiguousarray(ggml.to_ggml(t.weight(), t.kind, axis=-1))
     except ValueError as e:
         raise ValueError(f"{t.name}, {t.path}: {e}") from e
 

@@ -54,12 +54,12 @@ class _Method(NamedTuple):
         return config.settings(self.bits, tuple(self.layouts), self.words)
 
 
-_GPTQ = _Layout(True, 1)
+_GPTQ = _Layout(transposed=True, packed=1)
+_GEMM = _Layout(transposed=True, packed=0, positions=(0, 4, 1, 5, 2, 6, 3, 7))
+_GEMV = _Layout(transposed=False, packed=1)
 METHODS = {
-    "gptq": _Method({"gptq": _GPTQ, "gptq_v2": _GPTQ}, (2, 3, 4, 8), (8, 16, 32, 64)),
-    "awq": _Method(
-        {"gemm": _Layout(True, 0, (0, 4, 1, 5, 2, 6, 3, 7)), "gemv": _Layout(False, 1)}, (4,), (32,)
-    ),
+    "gptq": _Method({"gptq": _GPTQ, "gptq_v2": _GPTQ}, bits=(2, 3, 4, 8), words=(8, 16, 32, 64)),
+    "awq": _Method({"gemm": _GEMM, "gemv": _GEMV}, bits=(4,), words=(32,)),
 }
 
 

@@ -18,16 +18,7 @@ from haiku_implicit.interchange.trees import Stored
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 # The dtypes of dense tensors. Codes of fewer bits are useless without their scales.
-_DENSE = (
-    "F16",
-    "BF16",
-    "F32",
-    "F64",
-    "BOOL",
-    *(f"{kind}{n}" for kind in "IU" for n in (16, 32, 64)),
-)
-
-
+_DENSE = "F16 BF16 F32 F64 BOOL I16 I32 I64 U16 U32 U64".split()
 # The dtypes into which codes are packed.
 _PACKED = ("I16", "U16", "I32", "U32")
 
@@ -68,9 +59,8 @@ class Tensors:
         found = self.shape(name)
         dtype = self.files[name].tensors[name].dtype
         if (kinds and dtype not in kinds.split()) or (shape is not None and found != shape):
-            wanted = (
-                f"{kinds.replace(' ', ' or ') or dtype}{list(found if shape is None else shape)}"
-            )
+            sizes = list(found if shape is None else shape)
+            wanted = f"{kinds.replace(' ', ' or ') or dtype}{sizes}"
             raise CheckpointError(
                 f"{self.where}: {name}: expected {wanted}, got {dtype}{list(found)}"
             )
