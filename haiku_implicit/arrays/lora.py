@@ -214,13 +214,13 @@ def _own_alpha(rank: int, alpha: float | None, rank_stabilized: bool) -> float:
 def check_room(w: Array, rank: int) -> None:
     """Raises unless a weight can take LoRA of a rank."""
     if isinstance(w, LoRA):
-        raise ValueError("this is LoRA already; merge_lora it first, or leave it out by targets=")
+        raise ValueError("this is LoRA already; merge_lora it first, or leave it out by exclude=")
     if rank > (room := LoRA.room(w.shape)):
         axes = "infer_matrix_axes finds which axes make one matrix, for matrix_axes=. Or give"
         raise ValueError(
             f"LoRA of rank {rank} does not fit; the rank can be {room} at most. "
             f"{axes if len(w.shape) > 2 else 'Give'} a smaller rank=, or leave the parameter out by "
-            "targets="
+            "exclude="
         )
 
 

@@ -600,7 +600,7 @@ def test_a_weight_without_products_has_no_entry(may_be_dense):
     _, later = jax.jit(hki.with_quant_stats(t).apply)(params, first, x)
     assert first == later == {}
     with pytest.raises(
-        ValueError, match="no product has this parameter: .* leave it out by targets"
+        ValueError, match="no product has this parameter: .* leave it out by exclude"
     ):
         hki.convert_trained(params, later)
 

@@ -173,7 +173,7 @@ def _warn_of_unseen(unseen: list[str], count: int) -> None:
             f"inputs of {len(unseen)} of {count} weights were not seen: the model does not use them as "
             "x @ w, w [n, m], in a differentiable way (tables that are looked up do not count; weights "
             "of more axes in an einsum do with matrix_axes=), or all inputs were zero: "
-            f"{shown(unseen, most=10)}. Leave them out by targets="
+            f"{shown(unseen, most=10)}. Leave them out by exclude="
         )
 
 

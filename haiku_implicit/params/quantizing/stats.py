@@ -301,7 +301,7 @@ def fixed_stats(
             f"{COLLECTION!r}; there are those of: {', '.join(sorted(stored)) or 'nothing'}. Run the "
             "model wrapped in with_quant_stats on some batches, and give the state that it returns; if "
             "that was done, no product has this parameter: give its module a rule without "
-            "act_static_scale, or leave it out by targets="
+            "act_static_scale, or leave it out by exclude="
         )
     stats = read_stats(name, stored[name], w.shape[:-2], "fixed")
     if not isinstance(stats.count, jax.core.Tracer) and not _is_counted(stats.count, stacked):

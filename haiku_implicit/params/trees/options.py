@@ -188,7 +188,7 @@ class QuantizeOptions:
         if is_implicit(value):
             raise ValueError(
                 f"{path}: this is {selection.describe(value)}, and only a dense parameter (or the "
-                "dense w of LoRA) can be quantized. Leave it out by targets=, or materialize it first"
+                "dense w of LoRA) can be quantized. Leave it out by exclude=, or materialize it first"
             )
         with selection.errors_name(path, value):
             return self.quantize(value)
@@ -204,7 +204,8 @@ def check_matrix(path: str, value: Array, what: str, stacked: int = 0) -> None:
         axes = "two axes besides that of stacked layers" if stacked else "two axes"
         raise ValueError(
             f"{path}: {what} needs a floating-point parameter of at least {axes}, but this one is "
-            f"{selection.describe(value)}. Leave it out by targets="
+            f"{selection.describe(value)}. Leave it out by exclude= (all biases by "
+            "exclude=haiku_implicit.BIASES)"
         )
 
 
