@@ -50,7 +50,7 @@ def dot_of_two_quantized(
     primitive: Primitive, v: QuantizedMatrix, w: QuantizedMatrix, **params: EqnParam
 ) -> jax.Array:
     """Multiplies two quantized matrices, both dequantized for the product."""
-    return with_dense(primitive, v, w, **params)
+    return with_dense(BinaryCall(primitive, params, w_first=False), v, w)
 
 
 @binary_handler("conv_general_dilated")
@@ -60,7 +60,7 @@ def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> 
         return in_codes(call, x, w)
     if not call.w_first and (out := convolve(x, w, call.params)) is not NotImplemented:
         return out
-    return with_dense(call.primitive, *call.ordered(x, w), **call.params)
+    return with_dense(call, x, w)
 
 
 @primitive_handler(ragged_dot_general_p)
