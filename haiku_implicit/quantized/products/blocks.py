@@ -48,19 +48,18 @@ def over_blocks(
         def add(total: Array, i: jax.Array) -> tuple[Any, None]:
             return jax.tree.map(combine, total, fun(i * size, size)), None
 
-        structs = None if rest else jax.eval_shape(lambda: fun(0, size))
-        first = fun(count * size, rest) if rest else _full(structs, start)
+        if rest:
+            first = fun(count * size, rest)
+        else:
+            structs = jax.eval_shape(lambda: fun(0, size))
+            first = jax.tree.map(
+                lambda s: compat.vary_like(jnp.full(s.shape, start, s.dtype), [s]), structs
+            )
         return jax.lax.scan(add, first, jnp.arange(count))[0]
     # The last block may overlap the one before it, so that one program computes all blocks.
     starts = jnp.minimum(jnp.arange(count + bool(rest)) * size, length - size)
     _, blocks = jax.lax.scan(lambda _, start: (None, fun(start, size)), None, starts)
     return jax.tree.map(functools.partial(_joined, rest=rest, axis=axis), blocks)
-
-
-def _full(structs: Any, number: float) -> Any:
-    return jax.tree.map(
-        lambda s: compat.vary_like(jnp.full(s.shape, number, s.dtype), [s]), structs
-    )
 
 
 def _joined(blocks: jax.Array, rest: int, axis: int) -> jax.Array:

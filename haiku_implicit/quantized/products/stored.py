@@ -7,7 +7,6 @@ they are small.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall
-from haiku_implicit.core.typing import Array, DType, EqnParam, EqnParams, Primitive, Result
+from haiku_implicit.core.typing import Array, DType, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.bilinear import product_of
 from haiku_implicit.quantized.products.blocks import BLOCKED_FROM, over_blocks, slices
@@ -50,7 +49,7 @@ def quantized_dot(call: BinaryCall, x: jax.Array, q: QuantizedMatrix) -> jax.Arr
     blocks = _blocks(call, x, q, out)
     if blocks is not None:
         return _in_blocks(call, x, q, blocks, np.dtype(out.dtype))
-    return with_dense(call.primitive, *call.ordered(x, q), **call.params)
+    return with_dense(call, x, q)
 
 
 def _dense(call: BinaryCall, x: jax.Array, q: jax.Array, **changes: Any) -> Any:
@@ -202,22 +201,18 @@ def _in_blocks(
 # --- with a dense copy ---------------------------------------------------------------------------
 
 
-def with_dense(primitive: Primitive, *operands: Array, **params: EqnParam) -> jax.Array:
-    """Computes a primitive on the dense values of stored operands; the backward pass keeps the codes.
+# Jitted, so that eager code does not allocate each intermediate value in turn.
+@functools.partial(jax.jit, static_argnums=0)
+def with_dense(call: BinaryCall, x: Array, q: Array) -> jax.Array:
+    """Computes a product of the dense values of stored operands; the backward pass keeps the codes.
 
     Args:
-      primitive: a primitive with one result.
-      *operands: its operands, some of them stored matrices.
-      **params: its parameters.
+      call: the call of a primitive with one result.
+      x, q: its operands, one or both of them stored matrices.
     """
-    return _with_dense(operands, primitive, tuple(params.items()))
 
+    def run(*operands: Array) -> Any:
+        return _dense(call, *(y.materialize() if is_implicit(y) else y for y in operands))
 
-# Jitted, so that eager code does not allocate each intermediate value in turn.
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _with_dense(operands: Sequence[Array], primitive: Primitive, params: EqnParams) -> jax.Array:
-    def run(operands: Sequence[Array]) -> jax.Array:
-        dense = [x.materialize() if is_implicit(x) else x for x in operands]
-        return primitive.bind(*dense, **dict(params))
-
-    return jax.checkpoint(run)(operands)
+    out: jax.Array = jax.checkpoint(run)(x, q)
+    return out

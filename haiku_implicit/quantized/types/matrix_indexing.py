@@ -213,8 +213,8 @@ def gather_from_matrix(
         return NotImplemented
     if not filling:
         indices, d = without_whole_axes(indices, d, w.shape, slice_sizes)
-    options = dict(mode=_Modes.CLIP if filling else mode, fill_value=None, **params)
-    run = functools.partial(primitive.bind, **options)
+    clamped = _Modes.CLIP if filling else mode
+    run = functools.partial(primitive.bind, mode=clamped, fill_value=None, **params)
     gather = _Gather(w, as_index(indices), d, slice_sizes, run)
     gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
     if not core & {*gone, *d.start_index_map} and all(slice_sizes[i] == w.shape[i] for i in core):
@@ -223,12 +223,10 @@ def gather_from_matrix(
         with_nan = filling and (fill_value is None or np.isnan(fill_value))
         in_order = d.offset_dims[-2:] == (last - 2, last - 1)
         return gather.matrices() if with_nan and in_order else NotImplemented
-
     grouped = w._grouped_axis
     picked = grouped in d.start_index_map
-    if slice_sizes[grouped] != (1 if picked else w.shape[grouped]) or (
-        not picked and grouped in gone
-    ):
+    is_cut = slice_sizes[grouped] != (1 if picked else w.shape[grouped])
+    if is_cut or (grouped in gone and not picked):
         return NotImplemented
     gather = gather._replace(w=w.with_row_scales())
     out = gather.elements() if picked else gather.rows()

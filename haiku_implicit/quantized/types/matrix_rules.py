@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.sharding import left_to_partitioner, result_sharding
@@ -50,7 +50,7 @@ def dot_of_two_quantized(
     primitive: Primitive, v: QuantizedMatrix, w: QuantizedMatrix, **params: EqnParam
 ) -> jax.Array:
     """Multiplies two quantized matrices, both dequantized for the product."""
-    return with_dense(primitive, v, w, **params)
+    return with_dense(BinaryCall(primitive, params, w_first=False), v, w)
 
 
 @binary_handler("conv_general_dilated")
@@ -60,7 +60,7 @@ def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> 
         return in_codes(call, x, w)
     if not call.w_first and (out := convolve(x, w, call.params)) is not NotImplemented:
         return out
-    return with_dense(call.primitive, *call.ordered(x, w), **call.params)
+    return with_dense(call, x, w)
 
 
 @primitive_handler(ragged_dot_general_p)
@@ -80,15 +80,11 @@ def ragged_dot_with_codes(
 @primitive_handler(["mul", "div"])
 def rescale(primitive: Primitive, w: QuantizedMatrix, x: jax.Array, **params: EqnParam) -> Result:
     """Multiplies or divides the scales by factors that are constant along the grouped axis."""
-    if w.rounded_to is not None:
-        return NotImplemented  # it was rounded before, not after
+    if not fits(x, w) or (x.ndim and x.shape[w.axis] != 1) or w.rounded_to is not None:
+        return NotImplemented  # (a matrix that was rounded was so before, not after)
     if x.ndim:
-        if x.ndim != w.ndim or x.shape[w.axis] != 1:
-            return NotImplemented
-        if any(i not in (1, j) for i, j in zip(x.shape, w.shape, strict=True)):
-            return NotImplemented
+        w = w.with_row_scales()
         x = x if w.axis == -1 else jnp.swapaxes(x, -1, -2)  # [..., rows, 1]
-    w = w.with_row_scales() if x.ndim else w
     # In the wider dtype, because a product of two numbers may not fit in float16 scales.
     wide = formats.arithmetic_dtype(w.scale.dtype)
     apply = jnp.multiply if primitive is jax.lax.mul_p else jnp.divide
