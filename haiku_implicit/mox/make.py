@@ -10,13 +10,8 @@ import jax
 
 from haiku_implicit.core.typing import Params, State, Tree
 from haiku_implicit.mox.mox import Mox
-from haiku_implicit.mox.program.program import (
-    ANY_KEY,
-    checked,
-    init_called,
-    program_of,
-    with_shapes,
-)
+from haiku_implicit.mox.program import program
+from haiku_implicit.mox.program.program import ANY_KEY, checked, program_of
 
 
 def _maker(transformed: Any, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,8 +33,8 @@ def _maker(transformed: Any, make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _maker_of_one(transformed: Any) -> Callable[..., Mox]:
     def make(args: Any, kwargs: Any, **given: Any) -> Mox:
-        program = program_of(transformed, args, kwargs, **given)
-        return Mox(program.body, program.interface, program.init, program.implicit)
+        made = program_of(transformed, args, kwargs, **given)
+        return Mox(made.body, made.interface, made.init, made.implicit)
 
     return _maker(transformed, make)
 
@@ -62,11 +57,11 @@ def _with_shapes(transformed: Any, args: Any, kwargs: Any, given: dict[str, Any]
     has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
     missing = [name for name in ("params", "state") if given[name] is None]
     names = " and ".join(f"{x}=" for x in missing if has_state or x == "params")
-    with init_called(
+    with program.init_called(
         "make_mox called the model's init with these arguments for the shapes of what it was not given",
         f"If init takes other ones (is_training=True, say), give {names}",
     ):
-        return with_shapes(transformed, args, kwargs, **given)
+        return program.with_shapes(transformed, args, kwargs, **given)
 
 
 def make_mox(transformed: Any) -> Callable[..., Any]:

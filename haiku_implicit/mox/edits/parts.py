@@ -16,14 +16,7 @@ from haiku_implicit.mox.edits.edit import Edit
 from haiku_implicit.mox.edits.higher import Changes
 from haiku_implicit.mox.edits.replacement import Original, structures_of
 from haiku_implicit.mox.program import interface, marks, tree
-from haiku_implicit.mox.program.interface import (
-    ANY_ARGUMENTS,
-    ENTRIES,
-    Interface,
-    Path,
-    Slot,
-    unread,
-)
+from haiku_implicit.mox.program.interface import ENTRIES, Interface, Path, Slot, unread
 from haiku_implicit.mox.program.paths import with_new_paths
 from haiku_implicit.mox.program.program import Program
 from haiku_implicit.mox.program.sites import Place, Site, arity_of, given_to, read_by, sites_of
@@ -201,7 +194,7 @@ def _interface(
     return dataclasses.replace(
         face,
         leading=tuple(name for name in face.leading if name != "state" or uses_state),
-        signature=ANY_ARGUMENTS,
+        signature=interface.ANY_ARGUMENTS,
         args=_slot_of(dict(args=args, kwargs=kwargs)),
         results=Slot(results, tuple(node.outputs)),
         new_state=face.state_after(changed) if uses_state else {},

@@ -83,14 +83,14 @@ def _name_of(dtype: DType) -> str:
     return str(dtype) if _is_key(dtype) else dtypes.name_of_dtype(dtype)
 
 
-def is_named(dtype: DType) -> bool:
+def _is_named(dtype: DType) -> bool:
     """Whether files know a dtype."""
     return _name_of(dtype) in _dtypes()
 
 
 def dtype_to_json(dtype: DType) -> str:
     """The name of a dtype."""
-    if not is_named(dtype):
+    if not _is_named(dtype):
         raise Unsaveable(f"it has the dtype {dtype}")
     return _name_of(dtype)
 
@@ -342,6 +342,11 @@ def _is(kind: type) -> Callable[[Any], bool]:
     return lambda x: type(x) is kind
 
 
+def _is_of(*kinds: Any) -> Callable[[Any], bool]:
+    """Whether a value is an instance of these classes with a dtype that files know."""
+    return lambda x: isinstance(x, kinds) and _is_named(x.dtype)
+
+
 # Kinds of values with parts, by tag: `write` makes a list of the parts, and `read` takes such a list.
 _WITH_PARTS: dict[str, Kind] = {
     "list": Kind(_is(list), list, list),
@@ -374,11 +379,7 @@ _SIMPLE: dict[str, Kind] = {
         lambda x: x.dtype.name,
         lambda x: one_of(_scalars(), "type of numbers", x),
     ),
-    "number": Kind(
-        lambda x: isinstance(x, np.generic) and is_named(x.dtype),
-        array_to_json,
-        lambda x: array_from_json(x)[()],
-    ),
+    "number": Kind(_is_of(np.generic), array_to_json, lambda x: array_from_json(x)[()]),
     "aval": Kind(lambda x: isinstance(x, jax.core.ShapedArray), type_to_json, aval_from_json),
     "unspecified": Kind(
         lambda x: x is compat.UNSPECIFIED, lambda x: True, lambda x: compat.UNSPECIFIED
@@ -402,9 +403,7 @@ CONSTANTS = {
 # Further kinds in the arguments of modules: for arrays their types, and for anything else a text.
 SHOWN = {
     "struct": Kind(
-        lambda x: (
-            isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and is_named(x.dtype)
-        ),
+        _is_of(jax.Array, np.ndarray, jax.ShapeDtypeStruct),
         lambda x: [dtype_to_json(x.dtype), list(x.shape)],
         type_from_json,
     ),

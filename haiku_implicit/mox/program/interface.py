@@ -13,14 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
+from haiku_implicit.core import transform
 from haiku_implicit.core.array import dense_struct, is_implicit
 from haiku_implicit.core.literals import as_literal
-from haiku_implicit.core.transform import (
-    Static,
-    is_value,
-    tree_flatten_with_implicit,
-    tree_map_with_implicit,
-)
+from haiku_implicit.core.transform import Static
 from haiku_implicit.core.typing import Array, Aval, Key, Tree
 from haiku_implicit.mox.program import marks
 from haiku_implicit.mox.program.constants import identical, same_structure
@@ -48,6 +44,7 @@ ENTRIES = ("params", "state", "new_state")
 # Stands for the path of another field's only slot.
 WHOLE: Path = ("", "")
 
+# The signature of a function that takes any arguments.
 ANY_ARGUMENTS = inspect.signature(lambda *args, **kwargs: None)
 
 
@@ -261,7 +258,7 @@ def unread(slots: Mapping[Path, Slot], read: Mapping[Var, int]) -> set[Path]:
 
 def slot_of(x: Any) -> Slot:
     """The structure of an argument, and its arrays; implicit arrays as their dense shapes."""
-    tree, arrays = marks.split(tree_map_with_implicit(dense_struct, x), is_array)
+    tree, arrays = marks.split(transform.tree_map_with_implicit(dense_struct, x), is_array)
     return Slot(tree, tuple(arrays))
 
 
@@ -272,7 +269,7 @@ def slots_of(entries: Any) -> dict[Path, Slot]:
 
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced. Anything else is a part of the expression."""
-    return is_value(x) or isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
+    return transform.is_value(x) or isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
 
 
 def key_like(key: jax.Array | None, variables: Sequence[Any], draws: Callable[[], bool]) -> Array:
@@ -310,7 +307,7 @@ def checked(label: str, tree: Static, avals: Sequence[Aval], value: Any) -> list
 
     Weak types are not checked, as in JAX's ahead-of-time compilation.
     """
-    leaves, treedef = tree_flatten_with_implicit(value)
+    leaves, treedef = transform.tree_flatten_with_implicit(value)
     if not same_structure(treedef, tree.treedef):
         raise ValueError(_other_structure(label, tree.merge(avals), value))
     expected, arrays = iter(avals), []

@@ -13,15 +13,10 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from haiku_implicit.core.typing import Array
+from haiku_implicit.mox.program import sites
 from haiku_implicit.mox.program.interface import Path
 from haiku_implicit.mox.program.marks import Call, mark_p
-from haiku_implicit.mox.program.sites import (
-    Sources,
-    known_among,
-    own_arguments,
-    sources_in,
-    sources_of_body,
-)
+from haiku_implicit.mox.program.sites import Sources
 from haiku_implicit.mox.program.tree import Body, Equation, ModuleCall, Node, with_jaxprs
 
 
@@ -35,7 +30,7 @@ def with_full_paths(body: Body, params: Mapping[Any, Path]) -> Body:
       body: the program.
       params: the parameters and the state, by variable.
     """
-    children = _Full().nodes(body.children, sources_in(body.children, params), "")
+    children = _Full().nodes(body.children, sites.sources_in(body.children, params), "")
     return dataclasses.replace(body, children=children)
 
 
@@ -66,9 +61,9 @@ class _Full:
             if prefix:
                 call = self.with_path(call, f"{prefix}/{call.path}", prefix)
         new = dataclasses.replace(node, call=call)
-        given = own_arguments(new, known)
+        given = sites.own_arguments(new, known)
         if not known.keys() >= given.keys():
-            known = sources_in(node.children, {**known, **given})
+            known = sites.sources_in(node.children, {**known, **given})
         children = self.nodes(node.children, known, prefix)
         same = call is node.call and all(map(operator.is_, children, node.children))
         return node if same else dataclasses.replace(new, children=children)
@@ -78,7 +73,7 @@ class _Full:
             return node
         changes: Changes = {}
         for body in node.bodies:
-            inner = sources_of_body(node, body, known)
+            inner = sites.sources_of_body(node, body, known)
             told = {_told_by(*part, prefix) for part in _parts(body.children, inner)} - {None}
             own = told.pop() if len(told) == 1 else prefix
             changes |= _changes(body.children, self.nodes(body.children, inner, own or ""))
@@ -94,7 +89,7 @@ def _told_by(node: Node, known: Sources, around: str) -> str | None:
         return None
     parts = list(_parts(node.children, known))
     equations = [(x, inner) for x, inner in parts if isinstance(x, Equation)]
-    reads = [path for x, inner in equations for path in known_among(x.inputs, inner)]
+    reads = [path for x, inner in equations for path in sites.known_among(x.inputs, inner)]
     direct = list(_prefixes(reads, node.path))
     if direct:
         return around if around in direct else direct[0]
@@ -103,7 +98,7 @@ def _told_by(node: Node, known: Sources, around: str) -> str | None:
             told = _told_by(x, inner, around)
             if told is not None:
                 return told
-    returned = known_among(node.returns, known)
+    returned = sites.known_among(node.returns, known)
     own = f"{around}/{node.path}/".lstrip("/")
     if any(f"{module}/".startswith(own) for module, _ in returned):
         return around
@@ -117,7 +112,7 @@ def _parts(nodes: Sequence[Node], known: Sources) -> Iterator[tuple[Any, Sources
             yield from _parts(node.children, known)
         elif isinstance(node, Equation) and node.marked is not None:
             for body in node.bodies:
-                yield from _parts(body.children, sources_of_body(node, body, known))
+                yield from _parts(body.children, sites.sources_of_body(node, body, known))
         else:
             yield node, known
 

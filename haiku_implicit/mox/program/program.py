@@ -18,23 +18,8 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.bind import bind
 from haiku_implicit.core.transform import Static, tree_leaves_with_implicit
 from haiku_implicit.core.typing import Array, Params, State, Tree
-from haiku_implicit.mox.program import marks, tree
-from haiku_implicit.mox.program.interface import (
-    ANY_ARGUMENTS,
-    ARGUMENTS,
-    RESULTS,
-    WHOLE,
-    Interface,
-    Path,
-    Slot,
-    as_key,
-    by_path,
-    by_variable,
-    is_array,
-    named_arguments,
-    slot_of,
-    slots_of,
-)
+from haiku_implicit.mox.program import interface, marks, tree
+from haiku_implicit.mox.program.interface import WHOLE, Interface, Path, Slot, as_key, by_path
 from haiku_implicit.mox.program.paths import with_full_paths
 from haiku_implicit.mox.program.sites import depends
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node, body_of
@@ -169,12 +154,12 @@ def program_of(
         signature.bind(*args, **kwargs)
     except TypeError:
         # The signature lacks arguments whose names Haiku also adds (an RNN's `state`).
-        signature = ANY_ARGUMENTS
-    named = named_arguments(signature, args, kwargs)
+        signature = interface.ANY_ARGUMENTS
+    named = interface.named_arguments(signature, args, kwargs)
     given = with_shapes(transformed, args, kwargs, **given)
-    params, state = slots_of(given["params"]), slots_of(given["state"])
-    rng, own = slot_of(given["rng"]), slot_of(named)
-    face = Interface(leading, signature, params, state, rng, own, slot_of(None), {})
+    params, state = interface.slots_of(given["params"]), interface.slots_of(given["state"])
+    rng, own = interface.slot_of(given["rng"]), interface.slot_of(named)
+    face = Interface(leading, signature, params, state, rng, own, interface.slot_of(None), {})
     returned: dict[Any, Static] = {}
 
     def on_arrays(*arrays: Array) -> list[Any]:
@@ -192,8 +177,10 @@ def program_of(
     body = body_of("model", closed)
     slots = {path: Slot(tree, ()) for path, tree in returned.items()}
     face = dataclasses.replace(face, results=slots.pop(WHOLE), new_state=slots)
-    face = face.with_atoms(ARGUMENTS, body.invars).with_atoms(RESULTS, body.returns)
-    body = with_full_paths(body, by_variable(face.params) | by_variable(face.state))
+    face = face.with_atoms(interface.ARGUMENTS, body.invars)
+    face = face.with_atoms(interface.RESULTS, body.returns)
+    paths = interface.by_variable(face.params) | interface.by_variable(face.state)
+    body = with_full_paths(body, paths)
     return Program(body, face, transformed.init, implicit)
 
 
@@ -260,7 +247,7 @@ def with_shapes(
         return given
     # An initializer may need a key even if the model gets none.
     key = usual_key() if rng is None else rng
-    structure, arrays = marks.split((key, args, kwargs), is_array)
+    structure, arrays = marks.split((key, args, kwargs), interface.is_array)
 
     def on_arrays(*arrays: Array) -> Any:
         key, args, kwargs = structure.merge(arrays)

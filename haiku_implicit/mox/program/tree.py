@@ -362,11 +362,9 @@ def steps(nodes: Sequence[Node]) -> Iterator[Step]:
 def with_constants(body: Body, others: Iterable[Body]) -> Body:
     """A program that has the constants of other programs, too."""
     bodies = (body, *others)
-    return dataclasses.replace(
-        body,
-        constvars=tuple(v for x in bodies for v in x.constvars),
-        consts=tuple(c for x in bodies for c in x.consts),
-    )
+    constvars = tuple(v for x in bodies for v in x.constvars)
+    consts = tuple(c for x in bodies for c in x.consts)
+    return dataclasses.replace(body, constvars=constvars, consts=consts)
 
 
 def setting(*given: tuple[Var, Atom]) -> ModuleCall:

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -71,16 +70,8 @@ class Row:
         """A number that is equal for rows that differ only by the numbers in their names."""
         stem = re.sub(r"_?\d+", "", self.label)
         inner = tuple(row.look for row in self.rows)
-        return _number_of((stem, self.kind, self.shapes, self.flops, len(self.read), inner))
-
-
-@functools.cache
-def _number_of(look: Any) -> int:
-    """A number for each look: nested tuples would be hashed again and again."""
-    return next(_NUMBERS)
-
-
-_NUMBERS = itertools.count()
+        look = stem, self.kind, self.shapes, self.flops, len(self.read), inner
+        return self.sizes.looks.setdefault(look, len(self.sizes.looks))
 
 
 class Sizes:
@@ -88,9 +79,14 @@ class Sizes:
 
     Args:
       interface: the arguments and results of the model.
+
+    Attributes:
+      avals: the types of the arrays of each parameter.
+      looks: a number for each look of the model's rows: nested tuples would be hashed again and again.
     """
 
     def __init__(self, interface: Interface):
+        self.looks: dict[Any, int] = {}
         self.avals = {path: [v.aval for v in slot.atoms] for path, slot in interface.params.items()}
 
     def shape(self, path: Path) -> str:
