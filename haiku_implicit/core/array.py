@@ -589,26 +589,24 @@ def _materializing(x: ImplicitArray) -> tuple[Callable[[list[Any]], jax.Array], 
 
 
 def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
-    found = {name: _known(x, name) for name in ("shape", "dtype")}
-    missing = [name for name, value in found.items() if value is None]
-    if missing:
+    cls = type(x)
+    shape, dtype = x.__dict__.get("_shape"), x.__dict__.get("_dtype")
+    shape = x.compute_shape() if shape is None else shape
+    dtype = x.compute_dtype() if dtype is None else dtype
+    shape = cls.default_shape if shape is None else shape
+    dtype = cls.default_dtype if dtype is None else dtype
+    if shape is None or dtype is None:
         try:
             out = materialized_struct(x)
         except RecursionError:
-            name = missing[0]
+            missing = "shape" if shape is None else "dtype"
             raise TypeError(
-                f"{type(x).__name__}: its {name} is not known. Give {name}= to the constructor, or "
-                f"define compute_{name}() or default_{name} in the class."
+                f"{cls.__name__}: its {missing} is not known. Give {missing}= to the constructor, or "
+                f"define compute_{missing}() or default_{missing} in the class."
             ) from None
-        found.update((name, getattr(out, name)) for name in missing)
-    return jax.core.ShapedArray(as_shape(found["shape"]), canonical(found["dtype"]))
-
-
-def _known(x: ImplicitArray, name: str) -> Any:
-    """The `shape` or `dtype` that an array has without `materialize`, or None."""
-    value = x.__dict__.get(f"_{name}")
-    value = getattr(x, f"compute_{name}")() if value is None else value
-    return getattr(type(x), f"default_{name}") if value is None else value
+        shape = out.shape if shape is None else shape
+        dtype = out.dtype if dtype is None else dtype
+    return jax.core.ShapedArray(as_shape(shape), canonical(dtype))
 
 
 def empty_names(x: ImplicitArray) -> list[str]:

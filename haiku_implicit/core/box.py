@@ -9,6 +9,7 @@ from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit.core import interpreter
 from haiku_implicit.core.array import flatten_one_level, is_implicit
+from haiku_implicit.core.custom_derivatives import derivative
 from haiku_implicit.core.sharding import mapped_first
 from haiku_implicit.core.typing import Array, Aval, TreeDef
 
@@ -54,19 +55,8 @@ def _abstract(*leaves: Aval, treedef: TreeDef) -> jax.core.ShapedArray:
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Array], *, treedef: TreeDef) -> Any:
     # The primal stays boxed, for an interpreter that runs the differentiated code.
-    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-
-    def of_moving(*values: Array) -> jax.Array:
-        leaves = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            leaves[i] = value
-        return _materialize(*leaves, treedef=treedef)
-
-    out = box_p.bind(*primals, treedef=treedef)
-    if not moving:
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    moved = tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
-    return out, jax.jvp(of_moving, *moved)[1]
+    _, dots = derivative(lambda leaves: [_materialize(*leaves, treedef=treedef)], primals, tangents)
+    return box_p.bind(*primals, treedef=treedef), *dots
 
 
 def _batch(leaves: Sequence[Array], axes: Any, *, treedef: TreeDef) -> Any:

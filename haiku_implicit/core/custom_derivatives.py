@@ -149,7 +149,7 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Array], *, call: Call) -> 
     if call.is_still:
         leaves = call_p.bind(*primals, call=call)
         return leaves, list(map(_zero, leaves))
-    dense, dots = _derivative(call.original, primals, tangents)
+    dense, dots = derivative(call.original, primals, tangents)
     if not any(call.is_implicit):
         return dense, dots
     # If the derivative is differentiated again, the derivatives pass through the dense results.
@@ -171,7 +171,7 @@ def _moving_as_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple
     return _moving_as(*primals), tangents[1]
 
 
-def _derivative(
+def derivative(
     fun: Callable[[list[Array]], list[Array]], primals: Sequence[Array], tangents: Sequence[Array]
 ) -> tuple[list[Array], list[Array]]:
     """`jax.jvp` that takes and returns `ad.Zero` for the tangents of values that do not move."""

@@ -149,15 +149,13 @@ def call(operands: Operands, params: EqnParams) -> list[Any]:
 def jit(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs `jax.jit`: a jitted call of the interpreted function, under its original name."""
     closed = params["jaxpr"]
-    consts = list(closed.consts)
     options = tuple(params[name] for name in ("inline", "keep_unused", "compiler_options_kvs"))
     places = _leaf_shardings(operands, params["in_shardings"])
     if places is not None:
-        _, treedef = flatten((consts, operands))
-        places = treedef, (*[compat.UNSPECIFIED] * len(consts), *places)
+        places = flatten(operands)[1], places
     about = interpreted(closed.jaxpr, operands), params["name"], *options, places
     fun = kept(closed.jaxpr, ("jit", *about), lambda: _jitted(*about))
-    out, log = fun(consts, operands)
+    out, log = fun(list(closed.consts), operands)
     events.replay(log.value, of_library=events.is_of_jax(closed.jaxpr))
     places = _leaf_shardings(out, params["out_shardings"])
     if places is None:
@@ -173,14 +171,10 @@ def _jitted(
         return run(consts, operands)
 
     named.__name__ = named.__qualname__ = name
-    where = {} if places is None else dict(in_shardings=places[0].unflatten(places[1]))
-    return jax.jit(
-        named,
-        inline=inline,
-        keep_unused=keep_unused,
-        compiler_options=dict(options) or None,
-        **where,
-    )
+    own: dict[str, Any] = dict(inline=inline, compiler_options=dict(options) or None)
+    if places is not None:
+        own["in_shardings"] = compat.UNSPECIFIED, places[0].unflatten(places[1])
+    return jax.jit(named, keep_unused=keep_unused, **own)
 
 
 def _leaf_shardings(values: list[Array], shardings: Tree) -> tuple[Array, ...] | None:

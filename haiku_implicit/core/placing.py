@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat
@@ -28,6 +26,7 @@ from haiku_implicit.core.sharding import (
     padded_spec,
     part_specs,
 )
+from haiku_implicit.core.structure import same_dense
 from haiku_implicit.core.typing import Array, EqnParams, MeshLike, Primitive
 
 
@@ -178,10 +177,7 @@ def _all_split(own: list[Any], spec: PartitionSpec, mesh: MeshLike, check_vma: b
 
 def _same_leaves(a: Array, b: Array) -> bool:
     (xs, of_a), (ys, of_b) = flatten(a), flatten(b)
-    return of_a == of_b and all(
-        np.shape(x) == np.shape(y) and jnp.result_type(x) == jnp.result_type(y)
-        for x, y in zip(xs, ys, strict=True)
-    )
+    return of_a == of_b and all(map(same_dense, xs, ys))
 
 
 def _split(x: Array, spec: PartitionSpec, mesh: MeshLike) -> tuple[Any, Any]:

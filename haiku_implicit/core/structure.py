@@ -34,7 +34,7 @@ def same(a: Array, b: Array) -> bool:
     """Whether two values (or structures) agree in type, static metadata, and shapes and dtypes."""
     (leaves_a, def_a), (leaves_b, def_b) = flatten(a), flatten(b)
     return def_a == def_b and all(
-        _same_dense(x, y) and compat.varying(x) == compat.varying(y)
+        same_dense(x, y) and compat.varying(x) == compat.varying(y)
         for x, y in zip(leaves_a, leaves_b, strict=True)
     )
 
@@ -45,7 +45,7 @@ def join(a: Array, b: Array) -> Array:
         return a
     if is_implicit(a) and type(a) is type(b):
         (parts_a, def_a), (parts_b, def_b) = flatten_one_level(a), flatten_one_level(b)
-        if def_a == def_b and all(map(_same_dense, parts_a, parts_b)):
+        if def_a == def_b and all(map(same_dense, parts_a, parts_b)):
             return def_a.unflatten(map(join, parts_a, parts_b))
     # A constant is not in a mesh: it takes the sharding of the other value.
     sharding = next(filter(None, map(compat.explicit_sharding, map(dense_struct, (a, b)))), None)
@@ -177,5 +177,6 @@ def free_summand(x: Array) -> int | None:
     return next((i for i, v in enumerate(jaxpr.invars) if v in summands), None)
 
 
-def _same_dense(a: Array, b: Array) -> bool:
+def same_dense(a: Array, b: Array) -> bool:
+    """Whether two dense values agree in shape and dtype."""
     return bool(np.shape(a) == np.shape(b) and jnp.result_type(a) == jnp.result_type(b))
