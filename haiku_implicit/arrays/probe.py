@@ -83,13 +83,16 @@ class Probe(Wrapper, core_ndim=0, warn_on_materialize=False):
 # --- products ------------------------------------------------------------------------------------
 
 
-@binary_handler("dot_general")
+@binary_handler(["dot_general", "conv_general_dilated"])
 def record(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
     """Records the axes in a product, and computes it."""
-    contracted, batch = call.contracted[1], call.batch[1]
-    free = [i for i in range(w.ndim) if i not in (*contracted, *batch)]
+    places = {}
+    if call.primitive is jax.lax.dot_general_p:
+        contracted, batch = call.contracted[1], call.batch[1]
+        free = [i for i in range(w.ndim) if i not in (*contracted, *batch)]
+        places = dict(contracted=contracted, free=free)
     product = product_of(call.primitive, call.ordered(x, w), call.params)
-    _note("dot_general", w, product, call.w_first, contracted=contracted, free=free)
+    _note(call.primitive.name, w, product, call.w_first, **places)
     return call(x, w.value)
 
 
@@ -98,14 +101,6 @@ def record_of_two(primitive: Primitive, v: Probe, w: Probe, **params: EqnParam) 
     """Records the axes of both weights in their product, each with the other as a dense array."""
     record(BinaryCall(primitive, params, w_first=True), w.value, v)
     return record(BinaryCall(primitive, params, w_first=False), v.value, w)
-
-
-@binary_handler("conv_general_dilated")
-def record_convolution(call: BinaryCall, x: jax.Array, w: Probe) -> jax.Array:
-    """Records the axes in a convolution, and computes it."""
-    product = product_of(call.primitive, call.ordered(x, w), call.params)
-    _note(call.primitive.name, w, product, call.w_first)
-    return call(x, w.value)
 
 
 @primitive_handler(ragged_dot_general_p)
