@@ -19,7 +19,7 @@ from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import is_split, left_to_partitioner, padded_spec
 from haiku_implicit.core.typing import Array, DType
-from haiku_implicit.quantized.numbers import formats, scales
+from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.numbers.encoding import Encoded, encode_rows
 from haiku_implicit.quantized.numbers.options import (
     OperandConfig,
@@ -171,11 +171,9 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
         w = w if isinstance(w, jax.Array) else jnp.asarray(w)
         _check_weight(w)
         axis = _normalized(axis, w.ndim)
-        stored = w if axis == -1 else jnp.swapaxes(w, -1, -2)
-        how = group_size, zero_point, calibration, scale_dtype, moments
-        new = cls._of(
-            encode_rows(stored, dtype, *how), axis, activation=checked_activation(activation)
-        )
+        how = dtype, group_size, zero_point, calibration, scale_dtype, moments
+        encoded = encode_rows(w, *how, transposed=axis == -2)
+        new = cls._of(encoded, axis, activation=checked_activation(activation))
         return new if new.dtype == w.dtype else new._replace(dtype=w.dtype)
 
     @classmethod
@@ -436,8 +434,6 @@ def _check_weight(w: jax.Array) -> None:
     ):
         chex.assert_shape(w, (..., None, None))
         chex.assert_scalar_positive(min(w.shape[-2:]))
-    if scales.known_nonfinite(w):
-        raise ValueError(f"w {w.dtype.name}{list(w.shape)}: it has infinite or NaN elements")
 
 
 def _check_parts(q: QuantizedMatrix, fmt: formats.Format) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,62 +37,78 @@ class Encoded:
 
 
 def encode_rows(
-    stored: jax.Array,
+    weight: jax.Array,
     dtype: DType,
     group_size: Any = None,
     zero_point: bool = False,
     method: str | None = None,
     scale_dtype: DType | None = None,
     moments: jax.Array | None = None,
+    *,
+    transposed: bool = False,
 ) -> Encoded:
-    """Encodes the rows of a stored matrix as codes, scales and offsets.
+    """Encodes the rows of a matrix as codes, scales and offsets.
 
     Args:
-      stored: `[..., rows, k]`, floating.
+      weight: `[..., rows, k]`, floating.
       dtype, group_size, zero_point, method (`calibration`), scale_dtype: as for
         `QuantizedMatrix.quantize`.
       moments: `[..., k, k]`, xᵀx of the inputs x `[n, k]`, to round for the least error of the product
         (`gptq`). Or its diagonal, `[..., k]`, to weigh errors in a search for scales; elements are
         then rounded to the nearest codes.
+      transposed: whether the weight is `[..., k, rows]` instead.
+
+    Raises:
+      ValueError: for a weight that is known to have infinite or NaN elements, and as `quantize` does.
     """
+    *lead, rows, k = weight.shape
+    rows, k = (k, rows) if transposed else (rows, k)
     by_ends = options.split(method)[0] == "minmax"  # the range need not be symmetric
     fmt, recipe = formats.for_quantizing(dtype, zero_point or by_ends)
     if recipe is not None:
         group_size = _prescribed("group_size", group_size, recipe.group_size, dtype)
         scale_dtype = _prescribed("scale_dtype", scale_dtype, recipe.scale_dtype, dtype)
-    moments = None if moments is None else _checked_moments(moments, stored)
-    tile = _fitting_tile(group_size, stored.shape[-2:], fmt)
+    moments = None if moments is None else _checked_moments(moments, [*lead, k])
+    tile = _fitting_tile(group_size, (rows, k), fmt)
     name = scales.name_of(scale_dtype, fmt)
-    _check_runs(name, stored.shape[-1], tile[1])
-    encoded, lost = _encoded(stored, moments, fmt, tile, method, name)
+    _check_runs(name, k, tile[1])
+    eager = not isinstance(weight, jax.core.Tracer) and not compat.is_traced()
+    encoded, lost, finite = _encoded(weight, moments, fmt, tile, method, name, transposed, eager)
+    if not (finite if eager else not scales.known_nonfinite(weight)):
+        about = f"{weight.dtype.name}{list(weight.shape)}"
+        raise ValueError(f"w {about}: it has infinite or NaN elements")
     scales.check(lost, scale_dtype)
     return encoded
 
 
 # Jitted, because eager code would compile each operation for each shape.
-@functools.partial(
-    jax.jit, static_argnames=("fmt", "tile", "method", "scale_dtype"), inline=compat.INLINE
-)
+@functools.partial(jax.jit, static_argnums=range(2, 8), inline=compat.INLINE)
 def _encoded(
-    stored: jax.Array,
+    weight: jax.Array,
     moments: jax.Array | None,
     fmt: formats.Format,
     tile: tuple[int, int],
     method: str | None,
     scale_dtype: str | None,
-) -> tuple[Encoded, Any]:
-    """Returns the result of `encode_rows`, and whether the scales do not fit their dtype."""
+    transposed: bool,
+    checked: bool,
+) -> tuple[Encoded, Any, Any]:
+    """Returns the result of `encode_rows`, whether the scales fit their dtype, and, if it is checked,
+    whether the weight is finite.
+    """
+    finite = jnp.isfinite(weight).all() if checked else None
+    stored = jnp.swapaxes(weight, -1, -2) if transposed else weight
     rounding = scales.rounding(scale_dtype)
     products = moments if moments is not None and moments.ndim == stored.ndim else None
-    weight = 1.0 if moments is None else _importance(stored, moments, tile)
+    importance = 1.0 if moments is None else _importance(stored, moments, tile)
     blocks = _blocks(stored, tile)
-    found = calibration.calibrate(blocks, fmt, method, rounding, weight)
+    found = calibration.calibrate(blocks, fmt, method, rounding, importance)
     held: calibration.Scales
     if scale_dtype in scales.CODES or scales.runs_of(scale_dtype):
         held, lost = _encoded_scales(found, fmt, scale_dtype)
         if options.split(method)[0] == "mse":  # again, among the scales that codes can hold
             rounding = calibration.Rounding(_nearest_of_codes(fmt), held)
-            found = calibration.calibrate(blocks, fmt, method, rounding, weight)
+            found = calibration.calibrate(blocks, fmt, method, rounding, importance)
             held = _in_same_blocks(held, found)
     else:
         held, lost = scales.store(_each(lambda x: x[..., 0], found), fmt, scale_dtype, method)
@@ -103,7 +119,7 @@ def _encoded(
             widths = [(0, 0)] * (products.ndim - 2) + [(0, padding)] * 2
             products = jnp.pad(products, widths)
     codes = formats.pack(_codes(stored, held, fmt, products), fmt)
-    return Encoded(codes, held.scale, held.offset, fmt.name, padding), lost
+    return Encoded(codes, held.scale, held.offset, fmt.name, padding), lost, finite
 
 
 # --- scales that are stored as codes -------------------------------------------------------------
@@ -229,8 +245,9 @@ def _check_runs(name: str | None, length: int, group: int) -> None:
         )
 
 
-def _checked_moments(moments: Array, stored: jax.Array) -> jax.Array:
-    moments, (*lead, _, k) = jnp.asarray(moments), stored.shape
+def _checked_moments(moments: Array, inputs: Sequence[int]) -> jax.Array:
+    """The moments of inputs, after a check by the shape `[..., k]` of the inputs of each matrix."""
+    moments, (*lead, k) = jnp.asarray(moments), inputs
     if moments.shape not in ((*lead, k, k), (*lead, k)):
         raise ValueError(
             f"moments: expected shape {[*lead, k, k]} for groups along an axis of length {k} (or "
