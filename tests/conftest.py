@@ -87,20 +87,15 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    session.config.stash[AT_REST] = resident_bytes()
 
 
-def much_memory():
-    """From so many bytes on a worker gives the memory of compiled programs back.
-
-    Below that the next module finds compiled what it shares with those before it. All workers
-    together may have half of what the system has.
-    """
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    try:
-        pages = os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):  # where the system does not say
-        return 4 << 30
-    return min(8 << 30, pages * mmap.PAGESIZE // 2 // workers)
+# So many bytes more than at rest, and a worker gives the memory of compiled programs back. Until
+# then the next module finds compiled what it shares with those before it. JAX keeps the MLIR module of each
+# program, of more than a megabyte, and the more there are the longer XLA takes for a next one: with two
+# thousand half as long again.
+MUCH_MEMORY = 1 << 30
+AT_REST = pytest.StashKey[float]()
 
 
 def resident_bytes():
@@ -112,14 +107,17 @@ def resident_bytes():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def empty_caches():
+def empty_caches(pytestconfig):
     """Bounds the memory that modules leave behind."""
     yield
-    if resident_bytes() > much_memory():
+    resident = resident_bytes()
+    if resident == math.inf or resident > pytestconfig.stash[AT_REST] + MUCH_MEMORY:
         jax.clear_caches()
         gc.collect()
         # glibc keeps freed memory, and the modules after this one would seem to have as much.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+        kept = max(pytestconfig.stash[AT_REST], resident_bytes())
+        pytestconfig.stash[AT_REST] = kept  # which tests keep, in caches of their own
 
 
 @pytest.fixture
