@@ -22,6 +22,9 @@ import jax
 import haiku_implicit as hki
 from tests.tiers import drawn, redundant
 
+# Almost all that imports and collecting make stays.
+gc.disable()  # until `pytest_collection_finish`
+
 # No test depends on the clock: other programs may need the processors.
 hypothesis.settings.register_profile(
     "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -41,53 +44,58 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
 def pytest_collection_modifyitems(config, items):
     """Leaves the slow tests out, unless `--slow` asks for them; some of these, unless `--long` does."""
-    products = {}
-    for item in items:
-        if item.get_closest_marker("combinations"):
-            products.setdefault((item.parent, item.originalname), []).append(item)
-    for product in products.values():
+    marks = {item: {mark.name for mark in item.iter_markers()} for item in items}
+
+    def mark(item, name):
+        item.add_marker(name)  # for `-m`
+        marks[item].add(name)
+
+    def by_function(chosen):
+        """The tests for which `chosen` holds of their marks, in lists of those of one function."""
+        found = {}
+        for item in items:
+            if chosen(marks[item]):
+                name = getattr(item, "originalname", item.name)
+                found.setdefault((item.parent, name), []).append(item)
+        return found.values()
+
+    for product in by_function(lambda names: "combinations" in names):
         for i in redundant([item.callspec.params for item in product]):
-            product[i].add_marker("slow")
-    thinned = {}
-    for item in items:
-        if item.get_closest_marker("every") and not item.get_closest_marker("slow"):
-            thinned.setdefault((item.parent, item.originalname), []).append(item)
-    for tests in thinned.values():
+            mark(product[i], "slow")
+    for tests in by_function(lambda names: "every" in names and "slow" not in names):
         [number] = tests[0].get_closest_marker("every").args
         for i, item in enumerate(tests):
             if i % number:
-                item.add_marker("slow")
-    slow = {}
-    for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("all_slow"):
-            slow.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(
-                item
-            )
-    for tests in slow.values():
+                mark(item, "slow")
+    for tests in by_function(lambda names: "slow" in names and "all_slow" not in names):
         chosen = drawn([item.name for item in tests])
         for item in tests:
             if item.name not in chosen:
-                item.add_marker("long")
+                mark(item, "long")
     long = config.getoption("long")
-    left_out = [
+    left_out = {
         *([] if long else ["long"]),
         *([] if long or config.getoption("slow") else ["slow"]),
-    ]
-    leaves = lambda item: any(map(item.get_closest_marker, left_out))  # noqa: E731
-    config.hook.pytest_deselected(items=[item for item in items if leaves(item)])
-    items[:] = [item for item in items if not leaves(item)]
+    }
+    config.hook.pytest_deselected(items=[item for item in items if marks[item] & left_out])
+    items[:] = [item for item in items if not marks[item] & left_out]
 
 
 def pytest_collection_finish(session):
     """Lets the garbage collector skip the objects that stay until the end, and run less often."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    session.config.stash[AT_REST] = resident_bytes()
 
 
-# From so many bytes on a worker gives the memory of compiled programs back. Below that the next module
-# finds compiled what it shares with those before it.
-MUCH_MEMORY = 4 << 30
+# So many bytes more than at rest, and a worker gives the memory of compiled programs back. Until
+# then the next module finds compiled what it shares with those before it. JAX keeps the MLIR module of each
+# program, of more than a megabyte, and the more there are the longer XLA takes for a next one: with two
+# thousand half as long again.
+MUCH_MEMORY = 1 << 30
+AT_REST = pytest.StashKey[float]()
 
 
 def resident_bytes():
@@ -99,14 +107,17 @@ def resident_bytes():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def empty_caches():
+def empty_caches(pytestconfig):
     """Bounds the memory that modules leave behind."""
     yield
-    if resident_bytes() > MUCH_MEMORY:
+    resident = resident_bytes()
+    if resident == math.inf or resident > pytestconfig.stash[AT_REST] + MUCH_MEMORY:
         jax.clear_caches()
         gc.collect()
         # glibc keeps freed memory, and the modules after this one would seem to have as much.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+        kept = max(pytestconfig.stash[AT_REST], resident_bytes())
+        pytestconfig.stash[AT_REST] = kept  # which tests keep, in caches of their own
 
 
 @pytest.fixture

@@ -398,9 +398,9 @@ TABLE = jnp.cos(X)
 
 def _of_haiku(d):
     if jnp.issubdtype(d.dtype, jnp.integer):
-        x = jnp.arange(math.prod(d.shape), dtype=d.dtype).reshape(d.shape) % 6
+        x = jax.device_put(np.arange(math.prod(d.shape), dtype=d.dtype).reshape(d.shape) % 6)
     else:
-        x = jnp.asarray(np.random.default_rng(0).uniform(size=d.shape), jnp.float32)
+        x = jax.device_put(np.random.default_rng(0).uniform(size=d.shape).astype(np.float32))
     return Model(lambda x: d.create()(x), (x,), {})
 
 

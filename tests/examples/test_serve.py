@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import pathlib
@@ -17,7 +18,6 @@ import aiohttp
 import gguf
 import jax
 import numpy as np
-import openai
 import pytest
 
 import decoding
@@ -91,9 +91,15 @@ def compiled(checkpoint):
     return programs, bank
 
 
+def openai_module():
+    """The package, which takes more than half a second to import: only once a test asks for it."""
+    return importlib.import_module("openai")
+
+
 @contextlib.asynccontextmanager
 async def serving(compiled, checkpoint, adapters, queue=64):
     """A server with eight adapters: its engine, the address, and a client of OpenAI."""
+    openai = openai_module()
     engine = Engine(*compiled, base="base", queue=queue)
     for name in NAMES:
         engine.put_adapter(name, adapters[name])
@@ -298,7 +304,7 @@ def test_errors(compiled, checkpoint, adapters, tmp_path):
                     return await client.completions.create(
                         model="base", prompt="ab", max_tokens=60, temperature=0
                     )
-                except openai.RateLimitError as e:
+                except openai_module().RateLimitError as e:
                     refused.set()
                     return e
 
@@ -307,7 +313,7 @@ def test_errors(compiled, checkpoint, adapters, tmp_path):
     found, full = asyncio.run(run())
     for status, wanted, matches, text in found:
         assert status == wanted and matches, (status, wanted, text)
-    refused = [x for x in full if isinstance(x, openai.RateLimitError)]
+    refused = [x for x in full if isinstance(x, openai_module().RateLimitError)]
     answered = [x for x in full if not isinstance(x, Exception)]
     assert len(refused) + len(answered) == 40 and refused and answered
     assert refused[0].response.headers["Retry-After"] == "1"
@@ -339,7 +345,7 @@ def test_sigterm_finishes_what_runs(model_file, adapters, alone, tmp_path):
         ready = process.stdout.readline()
         assert ready.startswith("ready: "), process.communicate()
         url = ready.split()[1]
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        client = openai_module().OpenAI(base_url=url, api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["smollm2", "a0", "a1"]
         options = dict(model="a1", prompt="abcd", max_tokens=60, temperature=0)
         chunks = iter(client.completions.create(**options, stream=True))
@@ -363,7 +369,7 @@ def test_new_requests_are_refused_while_it_stops(compiled, checkpoint, adapters)
             stopping = asyncio.create_task(asyncio.to_thread(engine.stop, 3600.0))
             while engine.accepts:
                 await asyncio.sleep(0)
-            with pytest.raises(openai.InternalServerError, match="is stopping") as refused:
+            with pytest.raises(openai_module().InternalServerError, match="is stopping") as refused:
                 await client.completions.create(**long)
             async with aiohttp.ClientSession(url) as session:
                 async with session.get("/health") as response:
