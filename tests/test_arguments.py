@@ -18,6 +18,7 @@ from haiku_implicit.quantization import QtRule, QuantRule
 PARAMS = {"l": {"w": jnp.ones((32, 8)), "b": jnp.ones(8)}}
 X = jnp.ones((2, 32))
 TUNED = hki.add_lora(PARAMS, 0, rank=2)
+MODEL = hk.transform(lambda x: hk.Linear(8, name="l")(x))
 RULE = [QtRule(weight_qtype="int8")]
 SPEC = jax.sharding.PartitionSpec()
 
@@ -77,6 +78,7 @@ PATTERNS = {
     "add_lora exclude": lambda p, _: hki.add_lora(PARAMS, 0, rank=2, exclude=p),
     "auto_in_axes exclude": lambda p, _: hki.auto_in_axes(PARAMS, 32, exclude=p),
     "cache_creator targets": lambda p, _: creator(hki.cache_creator(targets=p)),
+    "freeze trainable_dense": lambda p, _: hki.freeze(MODEL, PARAMS, trainable_dense=p),
     "freeze_declared trainable_dense": lambda p, _: hki.freeze_declared(
         optax.sgd(1.0), trainable_dense=p
     ),

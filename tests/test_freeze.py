@@ -510,13 +510,35 @@ def test_other_parameters_are_refused():
     with pytest.raises(ValueError, match="params: "):
         model.apply(params, X)
     with pytest.raises(
-        ValueError, match=r"linear_0/w_lora_a in the shape \[6, 2\], got \[4, 6, 2\]"
+        ValueError,
+        match=r"linear_0/w_lora_a in the shape \[6, 2\], got \[4, 6, 2\]; is it an adapter",
     ):
         model.apply(jax.tree.map(lambda x: jnp.stack([x] * 4), own), X)
 
 
+def test_the_trained_arrays_are_no_parameters():
+    """Functions of parameters say so, instead of doing nothing."""
+    _, own = hki.freeze(DENSE, on_int8(DENSE.init(jax.random.key(0), X)))
+    message = r"params: .*linear_\d/w_lora_[ab] is a trained array .*model\.params\(params\)"
+    for fun in (hki.merge_lora, hki.get_adapter, hki.quantize_params):
+        with pytest.raises(ValueError, match=message):
+            fun(own)
+    with pytest.raises(ValueError, match=message):
+        hki.add_lora(own, 0, rank=200)
+
+
 def test_arguments_that_cannot_be():
     params = DENSE.init(jax.random.key(0), X)
+    model, own = hki.freeze(DENSE, on_int8(params))
+    with pytest.raises(ValueError, match=r"model: it is from hki\.freeze already.*model\.whole"):
+        hki.freeze(model, on_int8(params))
+    with pytest.raises(TypeError, match=r"transformed: a model from hki\.freeze.*model\.whole"):
+        hki.mox.make_mox(model)
+    structs = jax.eval_shape(lambda: params)
+    with pytest.raises(TypeError, match=r"params: expected arrays, got the struct .*eval_shape"):
+        hki.freeze(DENSE, structs, trainable_dense=True)
+    shapes = jax.eval_shape(lambda p: hki.freeze(DENSE, on_int8(p))[1], params)
+    assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, shapes)
     with pytest.raises(ValueError, match="trainable_dense: no array is trained.*add_lora"):
         hki.freeze(DENSE, params)
     with pytest.raises(ValueError, match="trainable_dense: 'nothing' matches none"):

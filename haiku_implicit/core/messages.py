@@ -81,6 +81,8 @@ def printable(text: str, keep: str = "") -> str:
       >>> print(printable("name\n\x1b[31m"))
       name\n\x1b[31m
     """
+    if text.isprintable():
+        return text
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
     )

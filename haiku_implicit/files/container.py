@@ -57,7 +57,7 @@ class CheckpointError(ValueError):
 
 def one_line(text: str) -> str:
     """Makes a text safe for an error: no line breaks or terminal control characters."""
-    text = printable(text)
+    text = printable(text[: _MAX_TEXT + 1])
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
 
 

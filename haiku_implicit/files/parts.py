@@ -57,13 +57,15 @@ def part_from_json(row: Mapping[str, Any], where: str) -> Part:
     Raises:
       CheckpointError: if it is not valid.
     """
-    name, file, crc = row.get("array"), row.get("file", 0), row.get("crc32")
+    name, file, crc = row.get("array"), row.get("file"), row.get("crc32")
     if not isinstance(name, str) or type(file) is not int:
         raise CheckpointError(f"{where}: not the description of an array: {row!r:.80}")
     shape: Any = row.get("shape")
-    start: Any = row.get("start", [0] * len(shape) if isinstance(shape, list) else None)
-    if not is_shape(shape) or not is_shape(start) or len(start) != len(shape):
+    start: Any = row.get("start")
+    if not is_shape(shape):
         raise CheckpointError(f"{where}: {shape!r:.80} is not the shape of an array")
+    if not is_shape(start) or len(start) != len(shape):
+        raise CheckpointError(f"{where}: {start!r:.80} is not a place in an array {shape}")
     if not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
         raise CheckpointError(f"{where}: {crc!r:.80} is not a checksum")
     return Part(name, file, tuple(start), tuple(shape), int(crc, 16))

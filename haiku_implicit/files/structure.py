@@ -348,7 +348,9 @@ def from_json(data: Json, path: str = "") -> Structure:
 
 
 def _leaf(data: dict[str, Any], where: str) -> Leaf:
-    whole, weak_type = part_from_json(data, where), data.get("weak_type", False)
+    shape, weak_type = data.get("shape"), data.get("weak_type", False)
+    start = [0] * len(shape) if isinstance(shape, list) else None
+    whole = part_from_json({"file": 0, **data, "start": start}, where)
     if type(weak_type) is not bool:
         raise CheckpointError(f"{where}: not the description of an array: {data!r:.80}")
     parts = parts_from_json(data["parts"], whole.shape, where) if "parts" in data else (whole,)

@@ -139,9 +139,10 @@ class _Weight(NamedTuple):
     def _sizes(self, part: str) -> list[int]:
         """The two sizes of a tensor `[outputs, ...]`."""
         shape = self.tensors.shape(f"{self.module}.{part}")
-        if len(shape) != 2:
+        if len(shape) != 2 or not all(shape):
             raise CheckpointError(
-                f"{self.tensors.where}: {self.module}.{part}: expected two axes, got {list(shape)}"
+                f"{self.tensors.where}: {self.module}.{part}: expected two axes, none of them empty, "
+                f"got {list(shape)}"
             )
         return list(shape[::-1] if self.layout.transposed else shape)
 

@@ -108,7 +108,8 @@ def read_config(path: pathlib.Path) -> JsonObject:
         than PEFT writes.
     """
     config = read_json(path)
-    kind = config.get("peft_type") if isinstance(config, dict) else config
+    expect(isinstance(config, dict), str(path), "a mapping", config)
+    kind = config.get("peft_type")
     expect(kind == "LORA", f"{path}: peft_type", "'LORA'", kind)
     for key, value in config.items():
         _check_key(path, key, value)

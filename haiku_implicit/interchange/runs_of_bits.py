@@ -26,6 +26,8 @@ def unpacked(words: np.ndarray, bits: int, run: int = 1) -> np.ndarray:
     """
     words = np.ascontiguousarray(words)
     data = (words.byteswap() if sys.byteorder == "big" else words).view(np.uint8)
+    if bits == 8:
+        return data
     if 8 % bits == 0:
         runs = data.reshape(*data.shape[:-1], -1, 1, run)
         codes = runs >> _shifts(bits) & np.uint8(2**bits - 1)
@@ -41,6 +43,8 @@ def packed(codes: np.ndarray, bits: int, run: int) -> np.ndarray:
     >>> packed(np.array([1, 3, 2, 4], np.uint8), 4, run=2).tolist()
     [33, 67]
     """
+    if bits == 8:
+        return codes.astype(np.uint8, copy=False)
     low = codes.astype(np.uint8) & np.uint8(2**bits - 1)
     runs = low.reshape(*low.shape[:-1], -1, 8 // bits, run) << _shifts(bits)
     return np.bitwise_or.reduce(runs, axis=-2).reshape(*low.shape[:-1], -1)

@@ -12,6 +12,7 @@ from haiku_implicit.core.typing import Params, State, Tree
 from haiku_implicit.mox.mox import Mox
 from haiku_implicit.mox.program import program
 from haiku_implicit.mox.program.program import ANY_KEY, checked, program_of
+from haiku_implicit.params.haiku.frozen import Frozen
 
 
 def _maker(transformed: Any, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,6 +109,11 @@ def make_mox(transformed: Any) -> Callable[..., Any]:
       >>> encode(x, params=params).select(hk.Linear)
       [<encoder: Linear: f32[2,4] -> f32[2,2]>]
     """
+    if isinstance(transformed, Frozen):
+        raise TypeError(
+            "transformed: a model from hki.freeze has arrays that expressions can't contain; give "
+            "make_mox(model.whole), whose expression takes model.params(params)"
+        )
     if isinstance(transformed, hk.MultiTransformed | hk.MultiTransformedWithState):
         return _maker_of_several(transformed)
     if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):

@@ -146,6 +146,15 @@ def test_metadata_that_was_made_by_hand(edit, message, path):
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_only_a_part_of_an_array_has_a_place_in_it(path):
+    """A place of a whole array is not read: what is before it would be memory that nothing wrote."""
+    expected = hki.load(path)["mlp/~/linear"]["b"]
+    change(path, lambda m: item(m, 0, 1).update(start=[1]))
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for options in ({}, {"shardings": place}):
+        np.testing.assert_array_equal(hki.load(path, **options)["mlp/~/linear"]["b"], expected)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

@@ -363,6 +363,12 @@ def test_configurations_of_peft(change, message, tmp_path):
     refused(message, hki.load_peft, tmp_path, {"q": "q/w"})
 
 
+def test_a_configuration_of_peft_that_is_a_text(tmp_path):
+    pathlib.Path(tmp_path / "adapter_config.json").write_text('"LORA"')
+    hki.save(tmp_path / "adapter_model.safetensors", {"a": np.ones(2)})
+    refused("adapter_config.json: expected a mapping, got 'LORA'", hki.load_peft, tmp_path, {})
+
+
 @pytest.mark.parametrize(
     "tensors", [[jnp.ones(2)], {3: jnp.ones(2)}, {"base_model.model.q.lora_A": 5}]
 )

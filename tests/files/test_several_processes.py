@@ -207,6 +207,9 @@ WRONG = {
     "another rank": lambda parts: parts[0].update(start=[0, 0]),
     "no checksum": lambda parts: parts[0].update(crc32="x"),
     "no file": lambda parts: parts[0].update(file=99),
+    "no number of a file": lambda parts: parts[0].pop("file"),
+    "no place": lambda parts: parts[0].pop("start"),
+    "a place before the array": lambda parts: parts[0].update(start=[-1]),
 }
 
 
@@ -226,6 +229,7 @@ def test_parts_that_do_not_tile_are_refused(parted):
         one_of = (
             "parts do not make",
             "is not the shape",
+            "is not a place in an array",
             "a list of parts",
             "description of an array",
             "is not a checksum",

@@ -43,6 +43,9 @@ def merge_adapters(params: Params, *, requantize: bool = False) -> Params:
     Returns:
       The tree without adapters, with mappings as dicts. Other parameters do not change.
 
+    Raises:
+      ValueError: for the trained arrays that `freeze` returns, without the others.
+
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
       >>> w = hki.LoRA(jnp.zeros((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
@@ -52,6 +55,7 @@ def merge_adapters(params: Params, *, requantize: bool = False) -> Params:
     """
     whole = vector_bank.without(vector_bank.with_vector_bank(params))
     parameters = trees.parameters_of(whole)
+    trees.check_whole_tree(parameters)
     _warn_of_untied(parameters)
     done: dict[Any, Any] = {}
 

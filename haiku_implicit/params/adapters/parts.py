@@ -98,6 +98,7 @@ def get_adapter(params: Params, *, trainable_dense: Targets | None = None) -> Ad
         else:
             bases.append((path, digest(value)))
     if not weights and not dense:
+        trees.check_whole_tree(trees.parameters_of(params))
         raise ValueError(
             "params: expected weights with adapters, as add_lora makes them; there are none"
         )

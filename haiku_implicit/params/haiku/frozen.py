@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import numpy as np
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import is_value, tree_leaves_with_implicit
 from haiku_implicit.core.typing import Array, Params, TreeDef
@@ -42,13 +42,15 @@ def freeze(
     The new parameters are ordinary arrays of floats in Haiku's nesting, `{module: {name: array}}`. So
     any training loop for Haiku takes them as it is: `jax.grad`, each optax optimizer,
     `optax.apply_updates`, Orbax, a `TrainState`. The optimizer has state for the trained arrays alone,
-    and nothing can change the frozen ones. A field of an implicit array has the name that a `getter`
+    and nothing can change the frozen ones. The model has copies of all arrays, so delete your own to
+    free their memory. A field of an implicit array has the name that a `getter`
     would give it, such as `w_lora_a` for the factor `a` of a LoRA on `w`.
 
     Args:
       model: the result of `hk.transform`, `hk.transform_with_state`, `hk.multi_transform`,
         `hk.multi_transform_with_state`, `hk.without_apply_rng` or `transform_implicit`. If the
-        parameters have implicit arrays, it is wrapped by `transform_implicit`.
+        parameters have implicit arrays, it is wrapped by `transform_implicit`. (Apply
+        `hk.without_apply_rng` before `freeze`: its result has no `params` and `whole`.)
       params: all its parameters, dense or implicit.
       trainable_dense: which dense arrays are trained too, as in `partition`. By default none is: the
         types of implicit arrays declare which of their fields are trained. `'head/.*'` also trains a
@@ -83,6 +85,9 @@ def freeze(
       LoRA(float32[3,8], w=float32[3,8], a=float32[3,1], b=float32[1,8], factor=float32[])
     """
     check_transformed("model", model)
+    check: Any = getattr(model, "check", None)  # of a `Frozen`
+    if check is not None and isinstance(params, Mapping):
+        check(params)
     if not takes_implicit(model) and any(map(is_implicit, tree_leaves_with_implicit(params))):
         model = transform_implicit(model)
     halves = _split(params, trainable_dense, by_reference)
@@ -94,7 +99,7 @@ def freeze(
     return marked_implicit(new), halves.start()
 
 
-class _Frozen:
+class Frozen:
     """What the result of `freeze` has beyond `init` and `apply`.
 
     Attributes:
@@ -109,10 +114,20 @@ class _Frozen:
         new.whole, new._halves = self.whole, self._halves
         return new
 
+    def check(self, params: Params) -> None:
+        """Raises for other parameters than the trained arrays, as if they were frozen once more."""
+        try:
+            self._halves.check(dict(_flat(params)))
+        except ValueError as error:
+            raise ValueError(
+                "model: it is from hki.freeze already. Freeze model.whole, which takes all parameters, "
+                f"or the trained arrays of this model once more ({error})"
+            ) from None
+
     def params(self, params: Params) -> Params:
         """Returns all parameters, with the trained arrays from `params`.
 
-        The frozen arrays are copied, unless the call is within a jitted function.
+        Each call copies the frozen arrays, unless it is within a jitted function.
 
         Raises:
           ValueError: for parameters other than those that `freeze` returned.
@@ -120,19 +135,19 @@ class _Frozen:
         return self._halves.whole(params)
 
 
-class FrozenTransformed(_Frozen, hk.Transformed):
+class FrozenTransformed(Frozen, hk.Transformed):
     """An `hk.Transformed` that holds frozen parameters; see `freeze`."""
 
 
-class FrozenTransformedWithState(_Frozen, hk.TransformedWithState):
+class FrozenTransformedWithState(Frozen, hk.TransformedWithState):
     """An `hk.TransformedWithState` that holds frozen parameters; see `freeze`."""
 
 
-class FrozenMultiTransformed(_Frozen, hk.MultiTransformed):
+class FrozenMultiTransformed(Frozen, hk.MultiTransformed):
     """An `hk.MultiTransformed` that holds frozen parameters; see `freeze`."""
 
 
-class FrozenMultiTransformedWithState(_Frozen, hk.MultiTransformedWithState):
+class FrozenMultiTransformedWithState(Frozen, hk.MultiTransformedWithState):
     """An `hk.MultiTransformedWithState` that holds frozen parameters; see `freeze`."""
 
 
@@ -203,12 +218,12 @@ class _Halves(NamedTuple):
     def whole(self, params: Params) -> Params:
         """All parameters."""
         given = dict(_flat(params))
-        self._check(given)
+        self.check(given)
         own, frozen = (given[keys] for keys in self.names), iter(self.frozen.read())
         values = [next(own if flag else frozen) for flag in self.flags]
         return self.treedef.unflatten(values)
 
-    def _check(self, given: Mapping[Keys, Array]) -> None:
+    def check(self, given: Mapping[Keys, Array]) -> None:
         """Raises for parameters other than the trained arrays."""
         missing = [keys for keys in self.names if keys not in given]
         others = list(given.keys() - set(self.names))
@@ -226,7 +241,7 @@ class _Halves(NamedTuple):
             if np.shape(given[keys]) != x.shape:
                 raise ValueError(
                     f"params: expected {_path(keys)} in the shape {list(x.shape)}, got "
-                    f"{list(np.shape(given[keys]))}"
+                    f"{list(np.shape(given[keys]))}; is it an adapter of another rank?"
                 )
 
 
@@ -238,6 +253,12 @@ def _split(params: Params, trainable_dense: Targets, by_reference: bool) -> _Hal
             f"{type(params).__name__}"
         )
     slots = slots_of(params)
+    for slot in slots:
+        if isinstance(slot.value, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"params: expected arrays, got the struct {slot.value} for {slot.name}. For shapes: "
+                "jax.eval_shape(lambda params: hki.freeze(model, params)[1], params)"
+            )
     flags = trained(slots, trainable_dense)
     if not any(flags):
         raise ValueError(
@@ -263,11 +284,12 @@ def _is_placed(values: Sequence[Any]) -> bool:
     loose = [x for x in values if _can_be_referenced(x) and not getattr(x, "committed", False)]
     if not loose or jax.device_count() == 1:
         return True
-    warnings.warn(
-        f"{len(loose)} frozen arrays are on no chosen device, and there are {jax.device_count()}. So "
-        "each compiled program contains these arrays as constants. Place the parameters before freeze: "
-        "jax.device_put(params, jax.devices()[0]) or hki.place",
-        stacklevel=4,
+    warn_caller(
+        f"freeze: {len(loose)} frozen arrays are on no chosen device, and there are "
+        f"{jax.device_count()}. So each compiled program contains these arrays as constants. To accept "
+        "that (pmap needs it): by_reference=False. Otherwise place the parameters first. For a mesh: "
+        "jax.device_put(params, NamedSharding(mesh, PartitionSpec())) or hki.place; for one device: "
+        "jax.device_put(params, jax.devices()[0])"
     )
     return False
 

@@ -2,11 +2,13 @@
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from haiku_implicit.arrays.adapter import kinds
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_no_half, check_values, is_implicit
 from haiku_implicit.core.messages import warn_caller
@@ -97,6 +99,18 @@ def none_of(function: str, kind: str, params: Params) -> ValueError:
         "ordinary arrays. Use jax.value_and_grad with respect to the first part that hki.partition "
         "returns, and hki.combine both parts in the loss"
     )
+
+
+def check_whole_tree(parameters: Sequence[Parameter]) -> None:
+    """Raises for the trained arrays of a model from `hki.freeze`, which has the others itself."""
+    paths, names = {p.path for p in parameters}, "|".join(kind.__name__.lower() for kind in kinds())
+    for path in paths:
+        found = re.fullmatch(rf"(.+?)_({names})_[a-z0-9_]+", path)
+        if found and found[1] not in paths:
+            raise ValueError(
+                f"params: {path} is a trained array of a model from hki.freeze, and {found[1]} is not "
+                "here. model.params(params) gives all parameters"
+            )
 
 
 def map_marked(params: Params, marks: Sequence[bool], make: Make) -> Params:
@@ -226,6 +240,7 @@ def marks_of(parameters: Parameters, choice: Choice, edit: Edit) -> list[bool]:
 
 def nothing_chosen(parameters: Parameters, choice: Choice, wanted: str = "") -> ValueError:
     """The error for targets that choose nothing; raises if all weights are implicit already."""
+    check_whole_tree(parameters)
     number = sum(selection.is_complex_weight(*p[:3]) for p in parameters)
     if choice.targets is None:
         _check_not_done(parameters)
