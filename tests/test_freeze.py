@@ -365,6 +365,15 @@ def test_expressions_of_a_frozen_model():
     assert_same(hki.mox.eval_mox(mox, model.params(own), X), model.apply(own, X))
 
 
+def test_a_tuned_adapter_is_served_by_a_bank():
+    base = hki.quantize_params(DENSE.init(jax.random.key(0), X), dtype="int8")
+    model, own = hki.freeze(DENSE, with_lora(base))
+    bank = hki.AdapterBank.of(base, capacity=2, rank=3)
+    bank = bank.put(1, hki.get_adapter(model.params(own)))
+    served = hki.with_bank(hki.transform_implicit(DENSE).apply)(bank, jnp.full(len(X), 1), X)
+    assert_same(served, model.apply(own, X))
+
+
 def test_the_function_is_wrapped_once():
     params = on_int8(DENSE.init(jax.random.key(0), X))
     wrapped = hki.transform_implicit(DENSE)

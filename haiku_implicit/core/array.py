@@ -668,5 +668,6 @@ def short(x: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    is_dense = hasattr(value, "shape") and hasattr(value, "dtype") and not is_implicit(value)
+    # An implicit array may have no shape yet: pytrees are unflattened with placeholders for leaves.
+    is_dense = not is_implicit(value) and hasattr(value, "shape") and hasattr(value, "dtype")
     return short(value) if is_dense else repr(value)

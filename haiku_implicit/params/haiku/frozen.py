@@ -42,9 +42,9 @@ def freeze(
     The new parameters are ordinary arrays of floats in Haiku's nesting, `{module: {name: array}}`. So
     any training loop for Haiku takes them as it is: `jax.grad`, each optax optimizer,
     `optax.apply_updates`, Orbax, a `TrainState`. The optimizer has state for the trained arrays alone,
-    and nothing can change the frozen ones. The model has copies of all arrays, so delete your own to
-    free their memory. A field of an implicit array has the name that a `getter`
-    would give it, such as `w_lora_a` for the factor `a` of a LoRA on `w`.
+    and nothing can change the frozen ones. A field of an implicit array has the name that a `getter`
+    would give it, such as `w_lora_a` for the factor `a` of a LoRA on `w`. The model has copies of all
+    arrays, so delete your own to free their memory.
 
     Args:
       model: the result of `hk.transform`, `hk.transform_with_state`, `hk.multi_transform`,
@@ -228,11 +228,8 @@ class _Halves(NamedTuple):
         missing = [keys for keys in self.names if keys not in given]
         others = list(given.keys() - set(self.names))
         if missing or others:
-            first = (
-                f"{_path(missing[0])} is missing"
-                if missing
-                else f"{_path(others[0])} is not trained"
-            )
+            wrong = "missing" if missing else "not trained"
+            first = f"{_path((missing or others)[0])} is {wrong}"
             raise ValueError(
                 f"params: {first}. A model from hki.freeze takes the trained arrays that hki.freeze "
                 "returned. model.params(params) gives all parameters, and model.whole takes all"
@@ -304,9 +301,7 @@ def _unique(names: Sequence[Keys]) -> tuple[Keys, ...]:
     return tuple(found)
 
 
-def _flat(
-    tree: Mapping[str, Any], keys: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Array]]:
+def _flat(tree: Mapping[str, Any], keys: Keys = ()) -> Iterator[tuple[Keys, Array]]:
     """The arrays of nested mappings, by their keys."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
