@@ -112,14 +112,16 @@ def defer_further(primitive: Primitive, w: Deferred, **params: EqnParam) -> Resu
 
 
 @primitive_handler("mul", precedence=-1)
-def times_itself(primitive: Primitive, w: ImplicitArray, other: ImplicitArray) -> Result:
+def times_itself(
+    primitive: Primitive, w: ImplicitArray, other: ImplicitArray, **params: EqnParam
+) -> Result:
     """Computes `w * w`, as norms do, as the square of `w` if that has a rule, or by an equal type."""
-    if w is not other:
+    if w is not other or any(v is not None for v in params.values()):
         return NotImplemented
     if rules_for(jax.lax.square_p, (type(w),)):
         return default_handler(jax.lax.square_p, w)
     equal = w.equivalent()
-    return equal if equal is NotImplemented else default_handler(primitive, equal, equal)
+    return equal if equal is NotImplemented else default_handler(primitive, equal, equal, **params)
 
 
 # --- reductions ----------------------------------------------------------------------------------

@@ -465,3 +465,15 @@ def test_the_square_of_a_type_is_the_product_of_an_equal_one(never_dense):
     found = jax.jit(use(lambda w: w * w))(EqualToIt(normal(0, 3, 2)))
     assert isinstance(found, Exponential)
     np.testing.assert_allclose(found.x, 2 * normal(0, 3, 2))
+
+
+def test_the_gradient_of_a_square_that_only_the_dense_array_has():
+    """The product of the dense arrays keeps all parameters of its equation, which its gradient reads."""
+    params = {"m": {"w": normal(0, 4, 3)}}
+    w = hki.add_adapter(params, 0, "low_rank_diagonal", rank=1)["m"]["w"]
+    square = lambda w: (w * w).sum()  # noqa: E731
+    with hki.materialization("allow"):
+        found = jax.grad(hki.use_implicit_args(square))(w)
+    expected = jax.grad(lambda w: square(hki.materialize(w)))(w)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
