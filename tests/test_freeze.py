@@ -367,7 +367,8 @@ def test_expressions_of_a_frozen_model():
 
 def test_a_tuned_adapter_is_served_by_a_bank():
     base = hki.quantize_params(DENSE.init(jax.random.key(0), X), dtype="int8")
-    model, own = hki.freeze(DENSE, with_lora(base))
+    model, own = hki.freeze(DENSE, hki.add_lora(base, 1, rank=2))
+    own = jax.tree.map(lambda x: x + 0.1, own)
     bank = hki.AdapterBank.of(base, capacity=2, rank=2)
     bank = bank.put(1, hki.get_adapter(model.params(own)))
     served = hki.with_bank(hki.transform_implicit(DENSE).apply)(bank, jnp.full(len(X), 1), X)
