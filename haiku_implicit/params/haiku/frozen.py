@@ -85,13 +85,14 @@ def freeze(
       LoRA(float32[3,8], w=float32[3,8], a=float32[3,1], b=float32[1,8], factor=float32[])
     """
     check_transformed("model", model)
-    check: Any = getattr(model, "check", None)  # of a `Frozen`
-    if check is not None and isinstance(params, Mapping):
-        check(params)
+    given: Any = model
+    if isinstance(given, Frozen) and isinstance(params, Mapping):
+        given.check(params)
     if not takes_implicit(model) and any(map(is_implicit, tree_leaves_with_implicit(params))):
         model = transform_implicit(model)
     halves = _split(params, trainable_dense, by_reference)
-    new = _KINDS[_kind_of(model)](
+    kind = next(new for kind, new in _KINDS.items() if isinstance(model, kind))
+    new = kind(
         init=_with_start(model, halves),
         apply=jax.tree.map(functools.partial(_with_frozen, halves), model.apply),
     )
@@ -151,16 +152,12 @@ class FrozenMultiTransformedWithState(Frozen, hk.MultiTransformedWithState):
     """An `hk.MultiTransformedWithState` that holds frozen parameters; see `freeze`."""
 
 
-_KINDS: dict[type, type] = {
+_KINDS: dict[type, Any] = {
     hk.Transformed: FrozenTransformed,
     hk.TransformedWithState: FrozenTransformedWithState,
     hk.MultiTransformed: FrozenMultiTransformed,
     hk.MultiTransformedWithState: FrozenMultiTransformedWithState,
 }
-
-
-def _kind_of(model: AnyTransformed) -> type:
-    return next(kind for kind in _KINDS if isinstance(model, kind))
 
 
 def _with_frozen(halves: _Halves, apply: Callable[..., Any]) -> Callable[..., Any]:

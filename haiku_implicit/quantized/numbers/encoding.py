@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.numbers import calibration, formats, gptq, options, scales
 from haiku_implicit.quantized.numbers.extremes import largest
@@ -74,7 +75,9 @@ def encode_rows(
     _check_runs(name, k, tile[1])
     eager = not isinstance(weight, jax.core.Tracer) and not compat.is_traced()
     encoded, lost, finite = _encoded(weight, moments, fmt, tile, method, name, transposed, eager)
-    if not (finite if eager else not scales.known_nonfinite(weight)):
+    with at_trace_time():  # `jax.transfer_guard` should not count the check as a transfer
+        nonfinite = not finite if eager else scales.known_nonfinite(weight)
+    if nonfinite:
         about = f"{weight.dtype.name}{list(weight.shape)}"
         raise ValueError(f"w {about}: it has infinite or NaN elements")
     scales.check(lost, scale_dtype)
