@@ -273,7 +273,7 @@ FLOAT = {
     "reduce_prod": [lambda w, x: w.prod(0)],
     "reduce_max": [lambda w, x: w.max(0), lambda w, x: w.max()],
     "reduce_min": [lambda w, x: w.min(1)],
-    "reduce": [lambda w, x: lax.reduce(w, np.float32(0), lambda a, b: a + 2 * b, (0,))],
+    "reduce": [lambda w, x: lax.reduce(w, np.float32(0), lambda a, b: a + b + a * b, (0,))],
     "reduce_window": [
         lambda w, x: lax.reduce_window(w, np.float32(1), lambda a, b: a * b + 0 * a, **WINDOW)
     ],
@@ -548,6 +548,9 @@ SINGULAR_DERIVATIVE = set("cholesky eigh linear_solve lu qr svd triangular_solve
 NOT_BATCHABLE = set(
     "select_and_scatter cholesky_update ragged_dot_general composite dce_sink threefry2x32".split()
 )
+
+# JAX computes the first three on CPUs alone. Of equal elements the last one takes any on a GPU.
+ON_CPUS = {"eig", "hessenberg", "schur", "select_and_gather_add"}
 
 # Each of these compiles for half a second, to as many instructions as all the others together. In
 # programs of all operations there is one function of each, in loops none; alone they are all run.

@@ -37,6 +37,7 @@ def operations(table, without=(), alone=True):
         f"{name}[{i}]": fun
         for name, functions in table.items()
         if name not in without and (primitive_named(name) is not None or name in UNEXPORTED)
+        if jax.default_backend() == "cpu" or name not in primitive_ops.ON_CPUS
         for i, fun in enumerate(functions)
         if alone
         or not (name in primitive_ops.SLOW_TO_COMPILE or isinstance(fun, primitive_ops.Both))

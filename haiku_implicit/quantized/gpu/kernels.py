@@ -1,7 +1,7 @@
 """The three kernels of `pallas_matmul`, in Pallas: the computation of one GPU program.
 
 Each takes a `Plan`, which says how the work is divided (`tiles`), and references to the operands in
-memory. `few_along_groups` serves one or two rows of activations, `along_groups` and `along_rows` all
+memory. `one_row_along_groups` serves one row of activations, `along_groups` and `along_rows` all
 others. They share the functions below: indices of blocks and pieces, masked loads and stores, and the
 decoding of codes. Triton compiles them, so that all sizes are powers of two. Pallas is imported in
 functions, because importing it takes longer than importing this library.
@@ -16,6 +16,7 @@ import numpy as np
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Array
+from haiku_implicit.quantized.gpu import ptx
 from haiku_implicit.quantized.gpu.tiles import Plan, parts, steps, tiles
 from haiku_implicit.quantized.numbers import formats
 
@@ -57,27 +58,26 @@ class Pieces(NamedTuple):
     within: Any
 
 
-def few_along_groups(plan: Plan, refs: Refs) -> None:
-    """Computes y[m, row] for one or two rows of activations and a block of rows of the matrix.
+def one_row_along_groups(plan: Plan, refs: Refs) -> None:
+    """Computes y[0, row] for one row of activations and a block of rows of the matrix.
 
     Each thread adds up its own products of all pieces; their sums are added up at the end.
     """
     tile = plan.tile
     rows = _block(_program_id(1), tile.rows, plan.matrix.rows)
 
-    def step(t: Any, totals: Array) -> Any:
-        totals, pieces = list(totals), _pieces(plan, t)
+    def step(t: Any, total: jax.Array) -> jax.Array:
+        pieces = _pieces(plan, t)
         read = _read(refs, rows, pieces)
         for digit in range(plan.matrix.digits):
-            values, k = _values(plan, refs, read, digit), _elements(plan, pieces, digit)
-            for m, total in enumerate(totals):
-                x = compat.pallas_load(refs.x, (jnp.full_like(k.index, m), k.index), k.mask)
-                totals[m] = total + (values * x.astype(jnp.float32)[None]).sum(2)
-        return tuple(totals)
+            values, k = _values(plan, refs, read, digit, wide=True), _elements(plan, pieces, digit)
+            x = compat.pallas_load(refs.x, (jnp.zeros_like(k.index), k.index), k.mask)
+            total += values * x.astype(jnp.float32)[None]
+        return total
 
-    start = [jnp.zeros((tile.rows, tile.pieces), jnp.float32)] * plan.m
-    for m, total in enumerate(_loop(steps(plan), step, tuple(start))):
-        _store(refs.y, (jnp.full_like(rows.index, m), rows.index), total.sum(1), rows.mask)
+    start = jnp.zeros((tile.rows, tile.pieces, tile.piece), jnp.float32)
+    total = _loop(steps(plan), step, start).sum(2).sum(1)
+    _store(refs.y, (jnp.zeros_like(rows.index), rows.index), total, rows.mask)
 
 
 def along_groups(plan: Plan, refs: Refs) -> None:
@@ -122,11 +122,11 @@ def _loop(steps: int, step: Callable[[Any, Any], Any], start: Array) -> Any:
     return jax.lax.fori_loop(0, steps, lambda t, total: step(t.astype(jnp.int32), total), start)
 
 
-def _dot(plan: Plan, x: jax.Array, values: jax.Array, axis: int) -> jax.Array:
-    """Multiplies tiles; `axis` of the values is contracted."""
+def _dot(plan: Plan, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Multiplies tiles: the last axis of `a` by this axis of `b`."""
     return jax.lax.dot_general(
-        x.astype(plan.operand),
-        values.astype(plan.operand),
+        a.astype(plan.operand),
+        b.astype(plan.operand),
         (((1,), (axis,)), ((), ())),
         precision=plan.precision,
         preferred_element_type=jnp.float32,
@@ -240,9 +240,16 @@ def _read(refs: Refs, rows: Block, pieces: Pieces) -> Read:
     return Read(codes, scale, offset)
 
 
-def _values(plan: Plan, refs: Refs, read: Read, digit: int) -> jax.Array:
-    """Returns the weights that one digit of each byte stands for, float32."""
-    fmt = plan.matrix.format
+def _values(plan: Plan, refs: Refs, read: Read, digit: int, wide: bool = False) -> jax.Array:
+    """Returns the weights that one digit of each byte stands for.
+
+    They are rounded to the matrix's dtype, and have this dtype; or float32 if `wide`.
+    """
+    fmt, dtype = plan.matrix.format, plan.matrix.dtype
+    if ptx.decodes(fmt, plan.capability):
+        scale = jnp.broadcast_to(read.scale, read.codes.shape)
+        offset = None if read.offset is None else jnp.broadcast_to(read.offset, read.codes.shape)
+        return ptx.decoded(read.codes, scale, offset, fmt, digit, dtype, wide)
     codes = read.codes.astype(jnp.int32)
     if fmt.bits < 8:
         shift = jnp.full_like(codes, digit * fmt.bits)
@@ -250,7 +257,10 @@ def _values(plan: Plan, refs: Refs, read: Read, digit: int) -> jax.Array:
     values = _decoded(codes, fmt, refs.table) * read.scale
     if read.offset is not None:
         values += read.offset
-    return values.astype(plan.matrix.dtype).astype(jnp.float32)
+    if wide and plan.capability:
+        return ptx.rounded(values, dtype)
+    values = values.astype(dtype)
+    return values.astype(jnp.float32) if wide else values
 
 
 def _decoded(codes: jax.Array, fmt: formats.Format, table: Any) -> jax.Array:

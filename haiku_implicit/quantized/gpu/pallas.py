@@ -7,8 +7,8 @@ products, with the storage order W[rows, length]:
     along the groups:  y[m, row] = sum over k of x[m, k] * W[row, k]
     along the rows:    y[m, k]   = sum over rows of x[m, row] * W[row, k]
 
-Along the groups, memory bounds products of one or two rows of x: they are summed in each thread's
-registers, without the matrix units. All others are products of tiles. If there are too few programs to
+Along the groups, each thread sums products of one row of x in its registers, without the matrix units.
+All others are products of tiles. If there are too few programs to
 keep all of the GPU's memory busy, each sum is split among several, and XLA adds up the parts.
 """
 
@@ -30,16 +30,17 @@ from haiku_implicit.quantized.numbers import formats
 
 _CAPABILITY = 8.0  # of the oldest GPUs that Triton compiles for
 
+# With more rows of activations, decoding the matrix once for all of them is faster: see
+# `docs/quantization_speed.md`.
+_MOST_ROWS = 128
+
 
 # --- conditions ------------------------------------------------------------------------------------
 
 
 def available() -> bool:
-    """Whether products on this process's GPU use the kernel: only with `HAIKU_IMPLICIT_PALLAS=1`.
-
-    It is not the default, because it has not run on a GPU yet.
-    """
-    return os.environ.get("HAIKU_IMPLICIT_PALLAS") == "1" and supported()
+    """Whether products on this process's GPU use the kernel; `HAIKU_IMPLICIT_PALLAS=0` turns it off."""
+    return os.environ.get("HAIKU_IMPLICIT_PALLAS") != "0" and supported()
 
 
 @functools.cache
@@ -49,21 +50,31 @@ def supported() -> bool:
     If this process does not have a GPU, the program is for another one, perhaps with another JAX.
     """
     try:
-        device = jax.local_devices(backend="cuda")[0]
         from jax.experimental.pallas import triton  # noqa: F401
-    except (RuntimeError, ImportError):
+    except ImportError:
         return False
-    return float(getattr(device, "compute_capability", 0)) >= _CAPABILITY
+    return capability() >= _CAPABILITY
+
+
+@functools.cache
+def capability() -> float:
+    """Returns the compute capability of this process's GPU, 0 without one."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return 0.0
+    return float(getattr(device, "compute_capability", 0))
 
 
 def applies(x: Array, q: QuantizedMatrix) -> bool:
-    """Whether the kernel serves a product that `may_be_served`: codes of 8, 4, 2 or 1 bits.
+    """Whether the kernel serves a product that `may_be_served`: codes of 8, 4, 2 or 1 bits, few rows.
 
     Args:
       x, q: as for `may_be_served`.
     """
     return (
         q.activation is None
+        and x.shape[1] <= _MOST_ROWS
         and len(formats.find(q.format).planes) == 1
         and max(x.size, q.size) < 2**31  # offsets are 32-bit integers
         and available()
@@ -97,7 +108,9 @@ def pallas_matmul(
     """
     q = matrices(q, order)
     batch, m, _ = x.shape
-    plan = plan_of(m, batch, q, x.dtype, precision)
+    plan = plan_of(m, batch, q, x.dtype, precision)._replace(
+        capability=0.0 if interpret else capability()
+    )
     offset = None if q.offset is None else readable(q.offset)
     has_table, values = plan.matrix.has_table, plan.matrix.format.table
     table = jnp.asarray(values, jnp.float32) if has_table else None
@@ -121,8 +134,8 @@ def _call(
     from jax.experimental.pallas import triton
 
     run = kernels.along_rows if plan.along_rows else kernels.along_groups
-    if plan.few:
-        run = kernels.few_along_groups
+    if plan.one_row:
+        run = kernels.one_row_along_groups
 
     def kernel(refs: tuple[Any, Any, Any, Any, Any], y: Any) -> None:
         run(plan, kernels.Refs(*refs, y))

@@ -15,7 +15,6 @@ from haiku_implicit.core.typing import DType, Precision
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
-FEW = 2  # up to this many rows of activations, products along groups do not use the matrix units
 PROGRAMS = 512  # about this many programs keep the memory of a large GPU (132 processors) busy
 
 
@@ -79,11 +78,12 @@ class Plan(NamedTuple):
     along_rows: bool
     operand: DType  # the dtype of the operands of a product; sums are float32
     precision: Precision
+    capability: float = 0.0  # of the GPU; 0 if JAX interprets the kernel
 
     @property
-    def few(self) -> bool:
+    def one_row(self) -> bool:
         """Whether the matrix units would be idle for the most part."""
-        return self.m <= FEW and not self.along_rows
+        return self.m == 1 and not self.along_rows
 
 
 def plan_of(m: int, batch: int, q: QuantizedMatrix, dtype: DType, precision: Precision) -> Plan:
@@ -99,16 +99,16 @@ def plan_of(m: int, batch: int, q: QuantizedMatrix, dtype: DType, precision: Pre
     asked = default if precision in (None, default, (default, default)) else exact
     tile = _tile(m, matrix, along_rows, operand.itemsize)
     plan = Plan(matrix, tile, m, along_rows, operand, asked)
-    if plan.few:
-        return plan._replace(tile=_tile_of_few(m, matrix))
+    if plan.one_row:
+        return plan._replace(tile=_tile_of_one_row(matrix))
     return plan._replace(tile=tile._replace(splits=_splits(plan, batch)))
 
 
-def _tile_of_few(m: int, matrix: Matrix) -> Tile:
-    """Returns tiles for few rows: each thread reads 16 bytes of a row at a time, and sums products."""
+def _tile_of_one_row(matrix: Matrix) -> Tile:
+    """Returns tiles for one row of activations: each thread reads 16 bytes at a time."""
     piece = min(_power_of_two(matrix.stored), 16)
     pieces = min(1024 // piece, _power_of_two(matrix.groups * parts(matrix.stored, piece)))
-    return Tile(m, 8, pieces, piece, splits=1, warps=4, stages=1)
+    return Tile(1, 4, pieces, piece, splits=1, warps=4, stages=1)
 
 
 def _tile(m: int, matrix: Matrix, along_rows: bool, itemsize: int) -> Tile:

@@ -1,25 +1,28 @@
 """Times products with quantized weights on a GPU: this library's kernel, XLA only, and dense bfloat16.
 
-    python -m benchmarks.quantized_matmul_gpu                # everything: results and table
-    python -m benchmarks.quantized_matmul_gpu --gpu_sizes=4096x4096 --gpu_rows=1,512
-    python -m benchmarks.quantized_matmul_gpu --gpu_report_only  # the table from the recorded results
+    python -m benchmarks.gpu.products                # everything: results and table
+    python -m benchmarks.gpu.products --gpu_sizes=4096x4096 --gpu_rows=1,512
+    python -m benchmarks.gpu.products --gpu_report_only  # the table from the recorded results
 
 Run it from the root of the repository, with nothing else running on the GPU. Each program multiplies
 with several weights in turn, more than fit in the caches, so that they come from memory as in a
 model's layers. Without a GPU that supports the kernel it measures nothing, and exits with status 1.
+With JAX's compilation cache, `--gpu_compilers=14` lets so many processes compile all programs first.
 """
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import math
-import os
 import pathlib
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -31,37 +34,39 @@ from benchmarks import result_files
 from benchmarks import tables as markdown
 from haiku_implicit.quantized.gpu import pallas
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "quantized_matmul_gpu.json"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_products.json"
 DOCUMENTS = (ROOT / "docs" / "quantization_speed.md",)
 
 WEIGHTS = (
     ("int8", None),
     ("int8", 128),
-    ("fp8_e4m3", None),
-    ("int4", None),
     ("int4", 128),
     ("int4", 32),
-    ("uint4", 128),
-    ("nf4", 128),
+    ("nf4", 64),
+    ("fp8_e4m3", None),
 )
 
-SIZES = flags.DEFINE_list(
-    "gpu_sizes", ["2048x2048", "4096x4096", "4096x11008"], "Weights [inputs x outputs]."
+SIZES = flags.DEFINE_list("gpu_sizes", ["4096x4096", "4096x14336"], "Weights [inputs x outputs].")
+ROWS = flags.DEFINE_list(
+    "gpu_rows", "1 2 4 8 16 32 64 128 256 1024 4096".split(), "Rows of activations."
 )
-ROWS = flags.DEFINE_list("gpu_rows", [str(2**i) for i in range(12)], "Rows of activations.")
 TURNS = flags.DEFINE_integer("gpu_turns", 7, "How often each time is taken.", 1)
 OUTPUT = flags.DEFINE_string("gpu_output", str(RESULTS), "Where the results are written to.")
 REPORT_ONLY = flags.DEFINE_bool("gpu_report_only", False, "Only the table, from the results.")
 
-_SWITCH = "HAIKU_IMPLICIT_PALLAS"
+COMPILERS = flags.DEFINE_integer("gpu_compilers", 0, "Processes that compile beforehand.", 0)
+COMPILE = flags.DEFINE_integer("gpu_compile", None, "Compile this part, and measure nothing.")
 
 Results = dict[str, Any]
+Size = tuple[int, ...]
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+    if COMPILE.value is not None:
+        return compile_part(COMPILE.value)
     path = pathlib.Path(OUTPUT.value)
     if not REPORT_ONLY.value:
         if not pallas.supported():
@@ -77,14 +82,40 @@ def main(argv: Sequence[str]) -> None:
 
 def measure() -> Results:
     """Measures all times, in seconds for one product."""
-    sizes = [tuple(map(int, size.split("x"))) for size in SIZES.value]
-    rows = [int(m) for m in ROWS.value]
+    compile_beforehand()
     return dict(
         environment=environment(),
         turns=TURNS.value,
         bandwidth=copy_bandwidth(),
-        cases=[case for size in sizes for m in rows for case in measure_rows(size, m)],
+        cases=[measure_case(*case) for case in cases()],
     )
+
+
+def cases() -> list[tuple[Size, str, int | None, int]]:
+    """Returns the sizes, formats, groups and rows of activations of all products."""
+    sizes = [tuple(map(int, size.split("x"))) for size in SIZES.value]
+    rows = [int(m) for m in ROWS.value]
+    return [(size, *weight, m) for size in sizes for weight in WEIGHTS for m in rows]
+
+
+def compile_beforehand() -> None:
+    """Fills JAX's compilation cache from several processes."""
+    command = [sys.executable, "-m", "benchmarks.gpu.products", *sys.argv[1:]]
+    started = [
+        subprocess.Popen([*command, f"--gpu_compile={i}"], cwd=ROOT) for i in range(COMPILERS.value)
+    ]
+    for process in started:
+        process.wait()
+
+
+def compile_part(part: int) -> None:
+    """Compiles every so-many-th case."""
+    for size, name, group, m in cases()[part :: COMPILERS.value]:
+        w = jax.ShapeDtypeStruct(size, jnp.bfloat16)
+        q = jax.eval_shape(lambda w, n=name, g=group: hki.QuantizedMatrix.quantize(w, n, g), w)
+        x = jax.ShapeDtypeStruct((m, size[0]), jnp.bfloat16)
+        for name in FORMULATIONS:
+            compiled(name, w if name == "dense" else q, x)
 
 
 def environment() -> Results:
@@ -99,29 +130,29 @@ def copy_bandwidth(size: int = 1 << 30) -> float:
     """Measures the bytes per second, read and written, of a copy of `size` bytes."""
     x = jnp.zeros(size // 4, jnp.uint32)
     copy = jax.jit(lambda x: x + 1).lower(x).compile()
-    return 2 * size / min(_in_turns([lambda: copy(x)], TURNS.value)[0])
+    return 2 * size / min(in_turns([lambda: copy(x)], TURNS.value)[0])
 
 
-def measure_rows(size: tuple[int, ...], m: int) -> Iterator[Results]:
-    """Yields the times of all weights of one size with `m` rows of activations."""
+def measure_case(size: Size, name: str, group: int | None, m: int) -> Results:
+    """Returns the times of one weight with `m` rows of activations."""
     x = jax.random.normal(jax.random.key(1), (m, size[0]), jnp.bfloat16)
+    w, q = weights(size, name, group)
+    programs = {n: program(n, w if n == "dense" else q, x) for n in FORMULATIONS}
+    found = in_turns(list(programs.values()), TURNS.value)
+    count = number_of_weights(q.nbytes, m)
+    times = {n: [t / count for t in ts] for n, ts in zip(programs, found, strict=True)}
+    got, want = (np.asarray(programs[n]()[0], np.float64) for n in ("kernel", "fusion"))
+    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    print(f"{size} {name} {group} {m}: {_ratio(times, 'kernel'):.2f}, error {error:.1e}")
+    about = dict(size=size, format=name, group=group, rows=m, bytes=q.nbytes, error=error)
+    return about | dict(times=times)
+
+
+@functools.lru_cache(maxsize=2)
+def weights(size: Size, name: str, group: int | None) -> tuple[jax.Array, hki.QuantizedMatrix]:
+    """Returns a dense weight and the quantized one."""
     w = jax.random.normal(jax.random.key(0), size, jnp.bfloat16)
-    for name, group in WEIGHTS:
-        q = hki.QuantizedMatrix.quantize(w, name, group)
-        count = number_of_weights(q.nbytes, m)
-        programs = dict(
-            dense=_program(jnp.matmul, w, x, count),
-            kernel=_library(q, x, count, "1"),
-            blocks=_library(q, x, count, "0"),
-            fusion=_program(lambda x, q: x @ hki.materialize(q), q, x, count),
-        )
-        times = dict(zip(programs, _in_turns(list(programs.values()), TURNS.value), strict=True))
-        times = {n: [t / count for t in found] for n, found in times.items()}
-        got, want = (np.asarray(programs[n]()[0], np.float64) for n in ("kernel", "fusion"))
-        error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-        case = dict(size=size, format=name, group=group, rows=m, bytes=q.nbytes, error=error)
-        print(f"{size} {name} {group} {m}: {_ratio(times, 'kernel'):.2f}, error {error:.1e}")
-        yield case | dict(times=times)
+    return w, hki.QuantizedMatrix.quantize(w, name, group)
 
 
 def number_of_weights(nbytes: int, m: int) -> int:
@@ -129,33 +160,42 @@ def number_of_weights(nbytes: int, m: int) -> int:
     return max(4, min(32, math.ceil((1 << 28) / nbytes))) if m < 512 else 4
 
 
-def _library(q: hki.QuantizedMatrix, x: jax.Array, count: int, switch: str) -> Callable[[], Any]:
-    before = os.environ.get(_SWITCH)
-    os.environ[_SWITCH] = switch
-    jax.clear_caches()
-    try:
-        matmul = hki.use_implicit_args(lambda x, q: x @ q)
-        return _program(matmul, q, x, count)
-    finally:
-        os.environ.pop(_SWITCH)
-        if before is not None:
-            os.environ[_SWITCH] = before
+FORMULATIONS: dict[str, Callable[..., jax.Array]] = dict(
+    dense=jnp.matmul,
+    kernel=hki.use_implicit_args(lambda x, q: x @ q),
+    blocks=hki.use_implicit_args(lambda x, q: x @ q),
+    fusion=lambda x, q: x @ hki.materialize(q),
+)
 
 
-def _program(product: Callable[..., Any], w: Any, x: jax.Array, count: int) -> Callable[[], Any]:
-    """Returns one program with a product for each of `count` copies of a weight."""
+def program(name: str, w: Any, x: jax.Array) -> Callable[[], Any]:
+    """Returns one program with a product for each of several copies of a weight."""
+    run, count = compiled(name, w, x)
+    zeros = [jnp.zeros((), leaf.dtype) for leaf in jax.tree.leaves(w)]
+    leaves = jax.tree.leaves(w)
+    copies = [[a + zero for a, zero in zip(leaves, zeros, strict=True)] for _ in range(count)]
+    return lambda: run(x, copies)
+
+
+def compiled(name: str, w: Any, x: Any) -> tuple[Callable[..., Any], int]:
+    """Compiles a formulation, and returns it with the number of weights; for arrays or their shapes."""
     # Leaves, not implicit arrays: passing these is not part of a product.
     leaves, treedef = jax.tree.flatten(w)
-    copies = [[leaf + jnp.zeros((), leaf.dtype) for leaf in leaves] for _ in range(count)]
+    count = number_of_weights(
+        sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves), x.shape[0]
+    )
+    product = FORMULATIONS[name]
 
     def run(x: jax.Array, copies: Any) -> list[jax.Array]:
         return [product(x, treedef.unflatten(leaves)) for leaves in copies]
 
-    compiled = jax.jit(run).lower(x, copies).compile()
-    return lambda: compiled(x, copies)
+    abstract = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
+    of_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    with mock.patch.object(pallas, "available", lambda: name == "kernel" and pallas.supported()):
+        return jax.jit(run).lower(of_x, [abstract] * count).compile(), count
 
 
-def _in_turns(functions: Sequence[Callable[[], Any]], turns: int) -> list[list[float]]:
+def in_turns(functions: Sequence[Callable[[], Any]], turns: int) -> list[list[float]]:
     """Returns the seconds of each function, for each turn."""
     times: list[list[float]] = [[] for _ in functions]
     for turn in range(turns + 1):  # the first turn is not counted

@@ -1,0 +1,1 @@
+"""Checks and measurements on an NVIDIA GPU: `bash benchmarks/gpu/run.sh`."""
