@@ -65,12 +65,30 @@ def test_trains_and_reports(job, tmp_path):
         "of dense bytes",
         "sample before",
         "sample after",
+        "tokens per second",
         "peak",
     ):
         assert word in output
     tensors = safetensors.numpy.load_file(tmp_path / "a.safetensors")
     factor = "adapter/llama/layer_0/attention/q_proj/w.b"
     assert tensors[factor].shape == (2, TINY.dim) and np.abs(tensors[factor]).max() > 0
+
+
+def test_the_cache_changes_no_sample(files):
+    """Token by token with a cache, or from all tokens before each one."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["finetune_smollm"])
+    with flagsaver.flagsaver(**SMALL, sample_tokens=6, temperature=0.5):
+        checkpoint = smollm.read_gguf(str(files[0]))
+        prompt = list(checkpoint.tokenizer.encode("abc").ids)
+        halves = hki.partition(finetune_smollm.load_params(checkpoint), trainable_dense=False)
+        apply = jax.jit(finetune_smollm.make_model(checkpoint.config))
+        ids, key = list(prompt), jax.random.key(0)
+        for i in range(len(prompt) - 1, len(prompt) + 5):
+            logits = apply(hki.combine(*halves), jnp.asarray([ids]))[0, -1]
+            ids.append(int(jax.random.categorical(jax.random.fold_in(key, i), logits / 0.5)))
+        got = finetune_smollm.make_sampler(checkpoint, prompt)(*halves)
+    assert got == checkpoint.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.slow
