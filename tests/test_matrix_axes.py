@@ -1,6 +1,7 @@
 """Weights of more than two axes as one matrix: the axes given, or found by a run of the model."""
 
 import dataclasses
+import warnings
 
 import haiku as hk
 import jax
@@ -74,7 +75,8 @@ def test_axes_are_found_by_an_abstract_run():
     for apply, params, x in (
         (T.apply, PARAMS, X),
         (IMPLICIT.apply, shapes, jax.ShapeDtypeStruct(X.shape, X.dtype)),
-        (jax.jit(T.apply), hki.quantize_params(PARAMS), X),
+        (jax.jit(T.apply), hki.quantize_params(PARAMS, matrix_axes={}), X),
+        (IMPLICIT, PARAMS, X),
     ):
         found = hki.infer_matrix_axes(apply, params, x)
         # `value_w` `[heads, inputs, size]` is not a matrix, as its inputs are between its outputs ...
@@ -129,7 +131,7 @@ def test_weights_without_a_matrix_are_left_out():
 @pytest.mark.parametrize("axes", few([GIVEN, "inferred"], GIVEN))
 @pytest.mark.slow
 def test_lora(axes):
-    axes = hki.infer_matrix_axes(T.apply, PARAMS, X) if axes == "inferred" else axes
+    axes = hki.infer_matrix_axes(T, PARAMS, X) if axes == "inferred" else axes
     params = hki.add_lora(PARAMS, 0, rank=3, exclude=".*/value_w", matrix_axes=axes)
     for module, lead in ((FIRST, ()), (STACK, (2,))):
         q, o = params[module]["query_w"], params[module]["output_w"]
@@ -160,6 +162,81 @@ def test_lora(axes):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected
     )
+
+
+EDITS = {
+    "LoRA": lambda p, **more: hki.add_lora(p, 0, rank=3, **more),
+    "DoRA": lambda p, **more: hki.add_adapter(p, 0, "dora", rank=3, **more),
+    "int4": lambda p, **more: hki.quantize_params(p, dtype="int4", group_size=8, **more),
+    "rules": lambda p, **more: hki.quantize_params(
+        p, rules=[QuantRule(weight_qtype="int8")], **more
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_prepared_parameters_need_no_axes(name):
+    """The model once, then the same weights as with the axes in each call."""
+    prepared = hki.prepare(T, PARAMS, X)
+    given = EDITS[name](PARAMS, matrix_axes=hki.infer_matrix_axes(T, PARAMS, X))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = EDITS[name](prepared)
+    assert jax.tree.structure(params) == jax.tree.structure(given)
+    jax.tree.map(np.testing.assert_array_equal, params, given)
+    structs = jax.eval_shape(lambda: EDITS[name](hki.prepare(T, PARAMS, X)))
+    assert jax.tree.structure(structs) == jax.tree.structure(params)
+
+
+def test_prepared_parameters_have_the_same_values():
+    prepared = hki.prepare(T, PARAMS, X)
+    jax.tree.map(np.testing.assert_array_equal, hki.materialize(prepared), dict(PARAMS))
+    check(prepared)
+    assert prepared[FIRST]["key_w"] is PARAMS[FIRST]["key_w"]
+    again = hki.prepare(IMPLICIT, prepared, X)
+    assert jax.tree.structure(again) == jax.tree.structure(prepared)
+
+
+def test_a_prepared_weight_that_nothing_changes_stays_dense():
+    """It is frozen by default, trained in its own shape, and the plain one in bases and merged trees."""
+    targets = dict(targets=".*/query_w")
+    prepared = hki.add_lora(hki.prepare(T, PARAMS, X), 0, rank=2, **targets)
+    model, trained = hki.freeze(T, prepared)
+    assert trained[FIRST].keys() == {"query_w_lora_a", "query_w_lora_b"}
+    model, trained = hki.freeze(T, prepared, trainable_dense=".*/output_w")
+    assert trained[STACK]["output_w"].shape == (2, HEADS, SIZE, WIDTH)
+    np.testing.assert_allclose(model.apply(trained, X), T.apply(PARAMS, X), rtol=1e-4, atol=1e-5)
+    half, _ = hki.partition(prepared, trainable_dense="first/output_w")
+    assert len(jax.tree.leaves(half)) == 5  # two factors of two weights, and this one
+    given = hki.add_lora(PARAMS, 0, rank=2, matrix_axes=GIVEN, **targets)
+    adapter = hki.get_adapter(prepared)
+    assert adapter.bases == hki.get_adapter(given).bases
+    assert jax.tree.structure(hki.set_adapter(PARAMS, adapter)) == jax.tree.structure(given)
+    hki.set_adapter(hki.prepare(T, PARAMS, X), adapter)
+    assert jax.tree.structure(hki.merge_lora(prepared)) == jax.tree.structure(PARAMS)
+
+
+@pytest.mark.parametrize("method", few(["gptq", "awq"]))
+def test_calibration_of_prepared_parameters(method):
+    prepared = hki.prepare(T, PARAMS, X)
+    inputs = hki.input_moments(T.apply, prepared, [X])
+    assert inputs[f"{STACK}/output_w"].shape[-1] == HEADS * SIZE
+    params = hki.quantize_with_inputs(prepared, inputs, method=method, dtype="int4", group_size=8)
+    check(params)
+    options = {"int8": dict(dtype="int8"), "int4": INT4}
+    found = hki.sensitivity(T.apply, prepared, [X], options, method=method)
+    budget = sum(x.nbytes for x in jax.tree.leaves(PARAMS)) // 3
+    small = found.quantize(prepared, found.allocate(budget))
+    assert hki.summary(small).total.nbytes <= budget
+    check(small)
+
+
+def test_other_models_are_refused():
+    multi = hk.multi_transform(lambda: (model, (model, model)))
+    with pytest.raises(TypeError, match="of a multi-transform, one of its functions.*got Multi"):
+        hki.prepare(multi, PARAMS, X)
+    prepared = hki.prepare(multi.apply[0], PARAMS, None, X)
+    assert isinstance(prepared[FIRST]["query_w"], hki.MatrixView)
 
 
 INT4 = dict(dtype="int4", group_size=8)
@@ -204,7 +281,7 @@ def test_rules_see_the_matrix():
 @pytest.mark.parametrize("method", few(["gptq", "awq", "smoothquant"]))
 def test_calibration(method):
     """Inputs of weights with any axes; the error of products is less than by rounding."""
-    axes = hki.infer_matrix_axes(T.apply, PARAMS, X)
+    axes = hki.infer_matrix_axes(T, PARAMS, X)
     collect = hki.input_maxima if method == "smoothquant" else hki.input_moments
     inputs = collect(T.apply, PARAMS, [X], matrix_axes=axes)
     assert inputs.keys() == axes.keys()
@@ -395,7 +472,7 @@ def test_axes_that_do_not_fit_name_the_parameter():
         ValueError, match=r"first/query_w \(float32\[32,2,8\]\): matrix axes: expected"
     ):
         hki.add_lora(PARAMS, 0, rank=2, matrix_axes={"first/query_w": ([0], [1, 2])})
-    quantized = hki.quantize_params(PARAMS, targets="first/query_w")
+    quantized = hki.quantize_params(PARAMS, targets="first/query_w", matrix_axes={})
     with pytest.raises(
         ValueError, match=r"first/query_w .*implicit already.*function that made it"
     ):

@@ -63,7 +63,9 @@ def test_formats_within_a_number_of_bytes(params):
     found = hki.sensitivity(MODEL.apply, params, [(x,) for x in X], OPTIONS)
     rows = {(row.path, row.option): row for row in found.rows}
     dense = {row.path: row.dense_nbytes for row in found.rows}
-    assert found.allocate(sum(dense.values())) == {}
+    others = sum(x.nbytes for x in jax.tree.leaves(params)) - sum(dense.values())
+    assert others == found.other_nbytes == 4 * (32 + 16 + 8)
+    assert found.allocate(sum(dense.values()) + others) == {}
     ways = [(None, "int8", "int4")] * 3
 
     def cost(chosen):
@@ -73,7 +75,7 @@ def test_formats_within_a_number_of_bytes(params):
 
     everything = [cost(chosen) for chosen in itertools.product(*ways)]
     for budget in (1_200, 1_600, 2_000, 3_000):
-        chosen = found.allocate(budget)
+        chosen = found.allocate(budget + others)
         nbytes, error = cost([chosen.get(path) for path in WEIGHTS])
         best = min(e for n, e in everything if n <= budget)
         # Greedy steps need not end at the best of all, but not far from it for these few.
@@ -81,7 +83,8 @@ def test_formats_within_a_number_of_bytes(params):
         small = found.quantize(params, chosen)
         held = {row.path: row.nbytes for row in hki.summary(small).rows}
         assert sum(held[path] for path in WEIGHTS) == nbytes
-    assert found.allocate(1_600)[WEIGHTS[1]] != "int4", "the worst weight keeps its bits"
+        assert hki.summary(small).total.nbytes == nbytes + others <= budget + others
+    assert found.allocate(1_600 + others)[WEIGHTS[1]] != "int4", "the worst weight keeps its bits"
 
 
 def test_views_of_matrices(params):
@@ -92,6 +95,7 @@ def test_views_of_matrices(params):
         return jnp.einsum("ba,ahc->bhc", x, params["attention"]["w"])
 
     found = hki.sensitivity(apply, w, [(X[0],)], OPTIONS, matrix_axes=axes)
+    assert found.other_nbytes == 0
     small = found.quantize(w, found.allocate(300))
     assert isinstance(small["attention"]["w"], hki.MatrixView)
     assert small["attention"]["w"].nbytes <= 300
@@ -103,7 +107,9 @@ def test_errors(params):
     alone = hki.sensitivity(MODEL.apply, params, [X[0]], {"int8": OPTIONS["int8"]})
     found = hki.sensitivity(MODEL.apply, params, [(X[0],)], {"int8": OPTIONS["int8"]})
     assert found.rows == alone.rows  # a batch that is no tuple is the only argument
-    with pytest.raises(ValueError, match="nbytes: the smallest formats of the 3 weights take 1,"):
+    with pytest.raises(
+        ValueError, match="nbytes: the smallest .* 3 weights take 1,.* the other parameters 224, "
+    ):
         found.allocate(100)
     with pytest.raises(ValueError, match="chosen: expected options of .'int8'., got 'int2'"):
         found.quantize(params, {WEIGHTS[0]: "int2"})

@@ -12,11 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.arrays.matrix_view import tensor_of
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.transform import is_value, tree_leaves_with_implicit
+from haiku_implicit.core.transform import (
+    is_value,
+    tree_leaves_with_implicit,
+    tree_map_with_implicit,
+)
 from haiku_implicit.core.typing import Array, Params, TreeDef
 from haiku_implicit.params.haiku.transformed import (
     AnyTransformed,
@@ -246,6 +251,7 @@ def _split(params: Params, trainable_dense: Targets, by_reference: bool) -> _Hal
             "params: expected a mapping of parameters as Haiku's init returns it, got "
             f"{type(params).__name__}"
         )
+    params = tree_map_with_implicit(tensor_of, params)  # the axes of `prepare` have done their work
     slots = slots_of(params)
     for slot in slots:
         if isinstance(slot.value, jax.ShapeDtypeStruct):
