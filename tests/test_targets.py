@@ -320,3 +320,16 @@ def test_creators_and_getters_say_it_once(put):
     with pytest.warns(UserWarning, match="1 weight stays dense, .* mlp/~/linear_0/w") as found:
         jax.eval_shape(hki.transform_implicit(hk.transform(model)).init, 0, jnp.ones((1, 8)))
     assert {w.filename for w in found} == {__file__}
+
+
+def test_a_second_call_says_already():
+    params = {"linear": {"w": jnp.ones((8, 8))}, "head": {"w": jnp.ones((8, 1))}}
+    some = hki.add_lora(params, 0, rank=2, targets="linear/w")
+    found = r"already implicit: 1, such as linear/w, LoRA float32\[8,8\]"
+    with pytest.raises(ValueError, match=found):
+        hki.add_lora(some, 0, rank=2)
+    every = hki.quantize_params(params)
+    with pytest.raises(
+        ValueError, match="all 2 weights are implicit already.* and materialize make"
+    ):
+        hki.quantize_params(every)

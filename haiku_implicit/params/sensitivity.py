@@ -207,8 +207,9 @@ def sensitivity(
         chosen[name] = _chosen(params, known, own)
     inputs: dict[str, jax.Array] = {}
     if method is not None:
-        needed, paths = parsed(method)[0].needed, {p for own in chosen.values() for p in own}
-        inputs = inputs_of(needed, apply, params, given, choice._replace(targets=sorted(paths)))
+        every = sorted({path for own in chosen.values() for path in own})
+        needed = parsed(method)[0].needed
+        inputs = inputs_of(needed, apply, params, given, choice._replace(targets=every))
     plan = Sensitivity((), options, matrix_axes, 0, method, inputs)
     stored = {
         name: _dense_values(plan._quantized(params, own, options[name]))
@@ -229,13 +230,8 @@ def sensitivity(
 def _chosen(params: Params, choice: trees.Choice, options: Mapping[str, Any]) -> list[str]:
     """The paths of the weights that `quantize_params` quantizes with some options."""
     structs = jax.eval_shape(lambda: params)
-    own = quantize_params(structs, **choice._asdict(), **options)
-    before = trees.values_of(structs)
-    return [
-        path
-        for path, x in trees.values_of(own).items()
-        if jax.tree.structure(x) != jax.tree.structure(before[path])
-    ]
+    new = trees.values_of(quantize_params(structs, **choice._asdict(), **options))
+    return [path for path, x in trees.values_of(structs).items() if new[path] is not x]
 
 
 def _dense_values(params: Params) -> dict[str, Any]:

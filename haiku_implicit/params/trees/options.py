@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -33,7 +33,11 @@ class Room(NamedTuple):
 
     rank_of: Callable[[str], int]
     room_of: Callable[[str, tuple[int, ...]], int]
-    of_each = "an adapter"
+
+    @property
+    def of_each(self) -> str:
+        """The new thing that each matrix of a stack has, in words."""
+        return "an adapter"
 
     def suits(self, module_name: str, name: str, value: Array) -> bool:
         """Whether a parameter is a dense or quantized weight."""
@@ -86,7 +90,6 @@ class QuantizeOptions:
     calibration: str | None = None
     scale_dtype: DType | None = None
     activation: str | None = None
-    of_each: ClassVar[str] = "scales"
 
     def __post_init__(self) -> None:
         if self.axis not in (-2, -1):
@@ -144,6 +147,11 @@ class QuantizeOptions:
             return True
         tile, group = size if isinstance(size, tuple) else (1, size)
         return length % group == 0 and rows % tile == 0
+
+    @property
+    def of_each(self) -> str:
+        """The new thing that each matrix of a stack has, in words."""
+        return "scales"
 
     @property
     def wanted(self) -> str:

@@ -247,7 +247,7 @@ def nothing_chosen(parameters: Parameters, choice: Choice, wanted: str = "") -> 
     check_whole_tree(parameters)
     number = sum(selection.is_complex_weight(*p[:3]) for p in parameters)
     if choice.targets is None:
-        _check_not_done(parameters)
+        wanted += _check_not_done(parameters)
         if number:
             wanted += f" (complex weights, of which there are {number}, are not supported)"
     return no_match("targets", choice.targets, [p.path for p in parameters], wanted=wanted)
@@ -324,16 +324,21 @@ def _as_matrices(p: Parameter) -> str:
     return f"{p.path} ({selection.describe(p.value)} as {math.prod(lead):,} matrices of {n} x {m})"
 
 
-def _check_not_done(parameters: Parameters) -> None:
-    """Raises if all weights are implicit already, as in a second call."""
-    done = [p for p in parameters if selection.is_weight(*p[:3])]
-    if done and all(is_implicit(p.value) for p in done):
-        first = done[0]
+def _check_not_done(parameters: Parameters) -> str:
+    """Raises if all weights are implicit already, as in a second call; says if some of them are."""
+    weights = [p for p in parameters if selection.is_weight(*p[:3])]
+    done = [p for p in weights if is_implicit(p.value)]
+    if not done:
+        return ""
+    first = done[0]
+    if len(done) == len(weights):
         raise ValueError(
             f"targets: all {len(done)} weights are implicit already; {first.path} is "
-            f"{selection.describe(first.value)}. merge_lora and dequantize_params make them dense; "
+            f"{selection.describe(first.value)}. merge_lora and materialize make them dense; "
             "targets= names those of other types that are to be changed"
         )
+    kind = selection.describe(first.value)
+    return f" (already implicit: {len(done)}, such as {first.path}, {kind})"
 
 
 # --- by rules ------------------------------------------------------------------------------------
