@@ -493,3 +493,116 @@ def test_a_reshape_with_a_sharding_is_followed():
     with (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh):
         found = hki.infer_matrix_axes(apply, params, jnp.ones((2, 32)))
     assert found == {"l/w": ((-3,), (-2, -1))}
+
+
+Q = ((-3,), (-2, -1))
+PLAIN = ((-2,), (-1,))
+
+
+def _scanned(w, x):
+    carry = (x, w)  # the weight is a part of the carry, which the body passes on
+    (y, w), _ = jax.lax.scan(lambda c, _: ((c[0] @ c[1], c[1]), None), carry, None, length=2)
+    return y @ w
+
+
+FOLLOWED = {
+    "in a jit": (PLAIN, (8, 8), lambda w, x: jax.jit(jnp.matmul)(x, w)),
+    "in a checkpoint": (PLAIN, (8, 8), lambda w, x: jax.checkpoint(lambda w, x: x @ w)(w, x)),
+    "in a custom_jvp": (PLAIN, (8, 8), lambda w, x: jax.nn.relu(x @ w)),
+    "cast and masked": (
+        PLAIN,
+        (8, 8),
+        lambda w, x: x @ jnp.where(jnp.tri(8, dtype=bool), w.astype(jnp.bfloat16), 0),
+    ),
+    "in a carry": (PLAIN, (8, 8), _scanned),
+    "in a while_loop": (
+        PLAIN,
+        (8, 8),
+        lambda w, x: jax.lax.while_loop(
+            lambda c: c[0].sum() < 0, lambda c: (c[0] @ c[1], c[1]), (x, w)
+        ),
+    ),
+    "in a fori_loop": (PLAIN, (8, 8), lambda w, x: jax.lax.fori_loop(0, 3, lambda i, y: y @ w, x)),
+    "in a branch": (
+        ((-1,), (-2,)),
+        (8, 8),
+        lambda w, x: x @ jax.lax.cond(x.sum() > 0, lambda w: w.T, lambda w: (2 * w).T, w),
+    ),
+    "by index": (PLAIN, (3, 8, 8), lambda w, x: sum(x @ w[i] for i in range(3))),
+    "one after another": (PLAIN, (3, 8, 8), lambda w, x: sum(x @ one for one in w)),
+    "one of a pair": (
+        Q,
+        (8, 2, 4),
+        lambda w, x: x @ jnp.stack([w.reshape(8, 8), jnp.zeros((8, 8))], 1)[:, 0],
+    ),
+    "both of a pair": (
+        Q,
+        (8, 2, 4),
+        lambda w, x: x @ jnp.concatenate([w, w], 1).reshape(8, 16),
+    ),
+    "split again": (
+        PLAIN,
+        (8, 8),
+        lambda w, x: x @ jnp.split(jnp.concatenate([w, jnp.zeros((8, 8))], 1), 2, 1)[0],
+    ),
+    "times another parameter": (
+        ((-3,), (-2, -1)),
+        (8, 2, 4),
+        lambda w, x: jnp.einsum("ba,ahc->bhc", x, w * jnp.ones((1, 1, 4))),
+    ),
+    "solved for": (
+        PLAIN,
+        (8, 8),
+        lambda w, x: jax.lax.custom_linear_solve(
+            lambda y: y @ w, x, lambda _, y: y, lambda _, y: y
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_weights_are_followed(name):
+    wanted, shape, model = FOLLOWED[name]
+    params = {"l": {"w": jnp.ones(shape)}}
+    found = hki.infer_matrix_axes(lambda p, x: model(p["l"]["w"], x), params, jnp.ones((2, 8)))
+    assert found == {"l/w": wanted}
+
+
+LOST = {
+    "a sum of weights": lambda w, x: x @ (w + w.T),
+    "a tile": lambda w, x: x @ jnp.tile(w, (1, 2)),
+    "a carry that changes": lambda w, x: (
+        x @ jax.lax.scan(lambda w, _: (w @ w / 2, None), w * 0, None, length=2)[0]
+    ),
+    "written to": lambda w, x: x @ w.at[0].set(0),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_other_values_than_weights_are_not_followed(name):
+    params = {"l": {"w": jnp.ones((8, 8))}}
+    apply = lambda p, x: LOST[name](p["l"]["w"], x)  # noqa: E731
+    assert hki.infer_matrix_axes(apply, params, jnp.ones((2, 8))) == {}
+
+
+def test_the_axes_cost_one_trace_of_the_model():
+    """The model is traced once, and no operation of it is run again to find the axes."""
+    traced, bound = [], []
+
+    def counted(x):
+        traced.append(1)
+        return model(x)
+
+    def bind(self, *args, **params):
+        bound.append(self.name)
+        return plain(self, *args, **params)
+
+    t = hk.without_apply_rng(hk.transform(counted))
+    primitive = type(jax.lax.dot_general_p)
+    plain = primitive.bind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(primitive, "bind", bind)
+        jax.make_jaxpr(t.apply)(PARAMS, X)
+        of_trace, bound[:], traced[:] = len(bound), [], []
+        hki.infer_matrix_axes(t, PARAMS, X)
+    assert len(traced) == 1 and 0 < len(bound) <= of_trace

@@ -9,8 +9,8 @@ from typing import Any
 import haiku as hk
 import jax
 
-from haiku_implicit.arrays import probe
 from haiku_implicit.arrays.matrix_view import MatrixView, unfolded
+from haiku_implicit.arrays.uses import Piece, Pieces, Use, Uses, find_uses
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.materialization import recording
@@ -136,38 +136,42 @@ def _apply_of(model: Model) -> Callable[..., Any]:
 
 def uses_of(
     apply: Callable[..., Any], params: Params, args: Sequence[Array], kwargs: Mapping[str, Any]
-) -> dict[str, list[probe.Use]]:
-    """The products of a model with each of its weights, by path, from an abstract run.
+) -> Uses:
+    """The products of a model with each of its weights, by path, from one trace of the model.
 
     Args:
       apply: a function `apply(params, *args, **kwargs)`.
       params, args, kwargs: as for `infer_matrix_axes`.
     """
-    log = probe.Log()
-
-    def probed(parameter: trees.Parameter) -> Array:
-        value = parameter.value
-        return probe.Probe.of(value, parameter.path, log) if is_matrix(value) else value
 
     def dense(x: Array) -> Array:
         return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_implicit(x) else x
 
+    def path_or_none(parameter: trees.Parameter) -> str:
+        return parameter.path if is_matrix(parameter.value) else ""
+
     plain = tree_map_with_implicit(dense, opened(params))
+    paths = jax.tree.leaves(trees.map_parameters(path_or_none, plain))
     leaves, treedef = tree_flatten_with_implicit((args, kwargs))
     is_traced = [is_value(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
     kept = tuple(None if traced else (x,) for x, traced in zip(leaves, is_traced, strict=True))
+    model = use_implicit_args(apply) if any(map(is_implicit, leaves)) else apply
 
     def run(params: Params, values: list[Array]) -> list[Array]:
         args, kwargs = Static(treedef, kept).merge(values)
-        out = use_implicit_args(apply)(trees.map_parameters(probed, params), *args, **kwargs)
-        return [x for x in jax.tree.leaves(out) if is_value(x)]
+        return [x for x in jax.tree.leaves(model(params, *args, **kwargs)) if is_value(x)]
 
-    with recording():  # probes that become dense tell nothing about the model with its own weights
-        jax.eval_shape(run, plain, list(itertools.compress(leaves, is_traced)))
-    return log.uses
+    with recording():  # what becomes dense tells nothing about the model with its own weights
+        closed = jax.make_jaxpr(run)(plain, list(itertools.compress(leaves, is_traced)))
+    own = zip(paths, jax.tree.leaves(plain), strict=True)
+    given: list[Pieces] = [
+        [Piece.of(path, x.shape)] if isinstance(path, str) and path else () for path, x in own
+    ]
+    rest = len(closed.jaxpr.invars) - len(given)
+    return find_uses(closed.jaxpr, [*given, *[()] * rest])
 
 
-def axes_of_use(use: probe.Use, shape: Sequence[int]) -> MatrixAxes | None:
+def axes_of_use(use: Use, shape: Sequence[int]) -> MatrixAxes | None:
     """The matrix axes of a weight in a product; None if the weight is not a matrix there."""
     if not use.contracted or not use.free or use.contracted & use.free:
         return None

@@ -55,8 +55,8 @@ class Room(NamedTuple):
         rank = self.rank_of("")
         return (
             f"a weight with room for LoRA of rank {rank} that is dense or quantized (those of other "
-            "types have to be named by targets=; hki.prepare(model, params, *args) finds matrices in "
-            "weights of more than two axes)"
+            "types have to be named by targets=; matrix_axes= says which axes make the matrix of a "
+            "weight of more than two, and hki.prepare(model, params, *args) finds them)"
         )
 
     def told(self, left: Sequence[Parameter]) -> str:
@@ -160,8 +160,9 @@ class QuantizeOptions:
         if not size or isinstance(size, str):
             return "a dense weight"
         return (
-            f"a dense weight whose axis {self.axis} is divided by {size} (hki.prepare(model, params, "
-            "*args) finds the matrices in weights of more than two axes)"
+            f"a dense weight whose axis {self.axis} is divided by {size} (matrix_axes= says which "
+            "axes make the matrix of a weight of more than two, and hki.prepare(model, params, *args) "
+            "finds them)"
         )
 
     def told(self, left: Sequence[Parameter]) -> str:
