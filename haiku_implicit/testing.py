@@ -97,7 +97,7 @@ def check_type(
       dense: makes the dense array of an array (or of a batch of them), with JAX's functions. If
         possible, it should not use `materialize`.
       operations: functions of one array, by names for errors. None: `OPERATIONS`, all of which take
-        tens of seconds to compile.
+        20 s of processor time or more to compile. In a terminal with tqdm, a bar shows the progress.
       rtol, atol: the tolerances of all comparisons.
 
     Returns:
