@@ -231,6 +231,28 @@ def test_calibration_of_prepared_parameters(method):
     check(small)
 
 
+@pytest.mark.parametrize("name", ["trained", "aware"])
+def test_training_of_prepared_parameters(name):
+    change = dict(trained=hki.quantized_training, aware=hki.quantization_aware)[name]
+    rules = [QuantRule(weight_qtype="int8")]
+    stored = hki.convert_trained(change(hki.prepare(T, PARAMS, X), rules))
+    axes = hki.infer_matrix_axes(T, PARAMS, X)
+    given = hki.convert_trained(change(PARAMS, rules, matrix_axes=axes))
+    assert jax.tree.structure(stored) == jax.tree.structure(given)
+    jax.tree.map(np.testing.assert_array_equal, stored, given)
+    check(stored)
+
+
+def test_shapes_of_prepared_parameters():
+    structs = jax.eval_shape(lambda: PARAMS)
+    prepared = hki.prepare(T, structs, jax.eval_shape(lambda: X))
+    wanted = jax.eval_shape(lambda: hki.prepare(T, PARAMS, X))
+    assert jax.tree.structure(prepared) == jax.tree.structure(wanted)
+    assert list(map(str, jax.tree.leaves(prepared))) == list(map(str, jax.tree.leaves(wanted)))
+    with pytest.raises(TypeError, match="expected arrays, got the struct"):
+        hki.freeze(T, hki.add_lora(prepared, 0, rank=2, targets="first/query_w"))
+
+
 def test_other_models_are_refused():
     multi = hk.multi_transform(lambda: (model, (model, model)))
     with pytest.raises(TypeError, match="of a multi-transform, one of its functions.*got Multi"):

@@ -121,6 +121,7 @@ def test_a_weight_of_more_axes_is_a_stack_only_with_a_warning(name):
         "net/conv2_d": {"w": jnp.ones((2, 2, 8, 4))},
         "a/__layer_stack_no_per_layer/linear": {"w": jnp.ones((2, 8, 4))},
         "one": {"w": jnp.ones((1, 8, 4))},
+        "blocks/linear": {"w": jnp.ones((3, 8, 4)), "b": jnp.ones((3, 4))},
     }
     _, found = said(change, {**unsaid, **said_by_names})
     assert len(found) == 1 and "axes of 2 weights make a matrix, so that each counts" in found[0]

@@ -153,7 +153,10 @@ def matrix_of(w: Array) -> Array:
 
 def tensor_of(w: Array) -> Array:
     """The dense tensor that a view of a dense matrix stands for; any other array itself."""
-    return w.materialize() if is_view_of_dense(w) else w
+    if not is_view_of_dense(w):
+        return w
+    is_struct = isinstance(w.matrix, jax.ShapeDtypeStruct)
+    return jax.ShapeDtypeStruct(w.shape, w.dtype) if is_struct else w.materialize()
 
 
 def is_view_of_dense(w: Array) -> bool:

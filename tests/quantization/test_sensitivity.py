@@ -113,3 +113,36 @@ def test_errors(params):
         found.allocate(100)
     with pytest.raises(ValueError, match="chosen: expected options of .'int8'., got 'int2'"):
         found.quantize(params, {WEIGHTS[0]: "int2"})
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "awq+gptq"])
+def test_weights_rounded_by_their_inputs(params, method):
+    """What is measured is what `quantize` makes: by the method, and to the nearest without inputs."""
+
+    def apply(params, x):
+        return MODEL.apply(
+            {k: v for k, v in params.items() if k != "embed"}, x + params["embed"]["table"][0]
+        )
+
+    params = {**params, "embed": {"table": normal((32, 16), 7)}}
+    xs = [(normal((64, 16), i),) for i in range(2)]
+    options = {"int4": OPTIONS["int4"]}
+    found = hki.sensitivity(apply, params, xs, options, method=method)
+    assert sorted(found.inputs) == WEIGHTS  # the table is looked up
+    chosen = dict.fromkeys([*WEIGHTS, "embed/table"], "int4")
+    small = found.quantize(params, chosen)
+    moments = hki.input_moments(apply, params, xs, exclude="embed/table")
+    by_hand = hki.quantize_with_inputs(params, moments, method=method, **OPTIONS["int4"])
+    by_hand = hki.quantize_params(by_hand, targets="embed/table", **OPTIONS["int4"])
+    assert jax.tree.structure(small) == jax.tree.structure(by_hand)
+    jax.tree.map(np.testing.assert_array_equal, small, by_hand)
+    everything = sum(row.nbytes for row in found.rows) + found.other_nbytes
+    assert hki.summary(small).total.nbytes == everything
+    nearest = hki.sensitivity(apply, params, xs, options)
+    errors = [
+        sum(row.error**2 for row in of.rows if row.path in WEIGHTS) for of in (found, nearest)
+    ]
+    assert errors[0] < 0.8 * errors[1]
+    budget = everything + 500
+    small = found.quantize(params, found.allocate(budget))
+    assert hki.summary(small).total.nbytes <= budget

@@ -296,7 +296,7 @@ def _told_of_stacks(
     if not found or not is_news("stacks"):
         return []
     what = "1 weight" if len(found) == 1 else f"{len(found)} weights"
-    names = shown([_as_matrices(p) for p in found])
+    names = shown([_as_matrices(p) for p in found], most=3)
     way_out = "begin with params = hki.prepare(model, params, *args)"
     if is_one_of_many():  # out of a model that makes or reads them
         way_out = "say which by matrix_axes=, such as {'.*/query_w': ([-3], [-2, -1])}"
@@ -311,12 +311,19 @@ def stacks_in(parameters: Parameters, marks: Sequence[bool], choice: Choice) -> 
     """The marked weights that are taken as stacks of matrices, though nothing says so.
 
     `matrix_axes` of any value says so for all of them, and a `MatrixView` in the tree, too: `prepare`
-    makes one of each weight that has more than two axes and is a matrix.
+    makes one of each weight that has more than two axes and is a matrix. A parameter `[..., m]` in the
+    module of a weight `[..., n, m]` has the same stacked axes, as a bias for each matrix.
     """
-    said = choice.matrix_axes is not None or any(
-        isinstance(p.value, MatrixView) for p in parameters
-    )
-    return [] if said else [p for p in itertools.compress(parameters, marks) if is_unsaid_stack(p)]
+    if choice.matrix_axes is not None or any(isinstance(p.value, MatrixView) for p in parameters):
+        return []
+    shapes = {(p.module_name, tuple(p.value.shape)) for p in parameters}
+
+    def has_biases(p: Parameter) -> bool:
+        *lead, _, m = p.value.shape
+        return (p.module_name, (*lead, m)) in shapes
+
+    marked = itertools.compress(parameters, marks)
+    return [p for p in marked if is_unsaid_stack(p) and not has_biases(p)]
 
 
 def _as_matrices(p: Parameter) -> str:
