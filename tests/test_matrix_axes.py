@@ -7,6 +7,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -214,6 +215,38 @@ def test_a_prepared_weight_that_nothing_changes_stays_dense():
     assert jax.tree.structure(hki.set_adapter(PARAMS, adapter)) == jax.tree.structure(given)
     hki.set_adapter(hki.prepare(T, PARAMS, X), adapter)
     assert jax.tree.structure(hki.merge_lora(prepared)) == jax.tree.structure(PARAMS)
+
+
+@pytest.mark.parametrize("trainable_dense", [False, ".*/output_w"])
+def test_three_forms_of_a_loop_train_prepared_parameters_alike(trainable_dense):
+    params = hki.add_lora(hki.prepare(T, PARAMS, X), 0, rank=2, targets=".*/query_w")
+    model, trained = hki.freeze(T, params, trainable_dense=trainable_dense)
+    half, frozen = hki.partition(params, trainable_dense)
+
+    def loss(params):
+        return (IMPLICIT.apply(params, X) ** 2).mean()
+
+    def steps(of, grad, optimizer):
+        state = optimizer.init(of)
+        for _ in range(3):
+            updates, state = optimizer.update(grad(of), state, of)
+            of = hki.apply_updates(of, updates)
+        return of
+
+    adam = optax.adam(1e-2)
+    whole = steps(
+        params,
+        hki.grad(loss, trainable_dense=trainable_dense),
+        hki.freeze_declared(adam, trainable_dense=trainable_dense),
+    )
+    half = steps(half, jax.grad(lambda p: loss(hki.combine(p, frozen))), adam)
+    alone = steps(trained, jax.grad(lambda p: (model.apply(p, X) ** 2).mean()), adam)
+    wanted = hki.materialize(whole)
+    for found in (hki.combine(half, frozen), model.params(alone)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), hki.materialize(found), wanted
+        )
+    assert loss(whole) < 0.99 * loss(params)
 
 
 @pytest.mark.parametrize("method", few(["gptq", "awq"]))

@@ -297,7 +297,7 @@ def _told_of_stacks(
         return []
     what = "1 weight" if len(found) == 1 else f"{len(found)} weights"
     names = shown([_as_matrices(p) for p in found], most=3)
-    way_out = "begin with params = hki.prepare(model, params, *args)"
+    way_out = "begin with params = hki.prepare(model, params, *args), or give matrix_axes="
     if is_one_of_many():  # out of a model that makes or reads them
         way_out = "say which by matrix_axes=, such as {'.*/query_w': ([-3], [-2, -1])}"
     return [
