@@ -96,7 +96,7 @@ from haiku_implicit.params.quantizing.training import (
 )
 from haiku_implicit.params.sensitivity import Sensitivity, sensitivity
 from haiku_implicit.params.summary import Summary, compare_params, summary
-from haiku_implicit.params.trees.infer_axes import infer_matrix_axes
+from haiku_implicit.params.trees.infer_axes import infer_matrix_axes, prepare
 from haiku_implicit.training.gradients import (
     BIASES,
     LAYER_NORMS,
@@ -130,6 +130,7 @@ __all__ = [
     "merge_adapters",
     "merge_lora",
     "unmerge_adapters",
+    "prepare",
     "infer_matrix_axes",
     "summary",
     "Summary",

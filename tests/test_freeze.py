@@ -580,3 +580,28 @@ def test_no_warning_on_one_device():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hki.freeze(DENSE, on_int8(DENSE.init(jax.random.key(0), X)))
+
+
+def test_a_summary_of_the_model_counts_what_it_trains():
+    params = hki.quantize_params(DENSE.init(jax.random.key(0), X), targets="mlp/~/linear_0/w")
+    params = hki.add_lora(params, 1, rank=2, targets="mlp/~/linear_[01]/w")
+    for trainable_dense in (False, "mlp/~/linear_2/.*", True):
+        model, trained = hki.freeze(DENSE, params, trainable_dense=trainable_dense)
+        table = hki.summary(model)
+        assert table.total.trained == sum(x.size for x in jax.tree.leaves(trained))
+        own = {row.path: row for row in hki.summary(params, trainable_dense=trainable_dense).rows}
+        assert {row.path: row for row in table.rows} == own
+    stacked = hki.freeze(LAYERS, hki.add_lora(LAYERS.init(jax.random.key(0), X), 1, rank=2))
+    assert hki.summary(stacked[0]).total.trained == sum(x.size for x in jax.tree.leaves(stacked[1]))
+
+
+LAYERS = hk.without_apply_rng(
+    hk.transform(lambda x: hk.experimental.layer_stack(3)(lambda x: hk.Linear(6)(x))(x))
+)
+
+
+def test_the_key_of_init_does_not_matter():
+    """The trained arrays are part of one model, with its base."""
+    model, trained = hki.freeze(DENSE, on_int8(DENSE.init(jax.random.key(0), X)))
+    for key in (jax.random.key(1), jax.random.key(2)):
+        assert_same(model.init(key, X), trained)

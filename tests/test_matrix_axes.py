@@ -1,11 +1,13 @@
 """Weights of more than two axes as one matrix: the axes given, or found by a run of the model."""
 
 import dataclasses
+import warnings
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -74,7 +76,8 @@ def test_axes_are_found_by_an_abstract_run():
     for apply, params, x in (
         (T.apply, PARAMS, X),
         (IMPLICIT.apply, shapes, jax.ShapeDtypeStruct(X.shape, X.dtype)),
-        (jax.jit(T.apply), hki.quantize_params(PARAMS), X),
+        (jax.jit(T.apply), hki.quantize_params(PARAMS, matrix_axes={}), X),
+        (IMPLICIT, PARAMS, X),
     ):
         found = hki.infer_matrix_axes(apply, params, x)
         # `value_w` `[heads, inputs, size]` is not a matrix, as its inputs are between its outputs ...
@@ -129,7 +132,7 @@ def test_weights_without_a_matrix_are_left_out():
 @pytest.mark.parametrize("axes", few([GIVEN, "inferred"], GIVEN))
 @pytest.mark.slow
 def test_lora(axes):
-    axes = hki.infer_matrix_axes(T.apply, PARAMS, X) if axes == "inferred" else axes
+    axes = hki.infer_matrix_axes(T, PARAMS, X) if axes == "inferred" else axes
     params = hki.add_lora(PARAMS, 0, rank=3, exclude=".*/value_w", matrix_axes=axes)
     for module, lead in ((FIRST, ()), (STACK, (2,))):
         q, o = params[module]["query_w"], params[module]["output_w"]
@@ -160,6 +163,135 @@ def test_lora(axes):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected
     )
+
+
+EDITS = {
+    "LoRA": lambda p, **more: hki.add_lora(p, 0, rank=3, **more),
+    "DoRA": lambda p, **more: hki.add_adapter(p, 0, "dora", rank=3, **more),
+    "int4": lambda p, **more: hki.quantize_params(p, dtype="int4", group_size=8, **more),
+    "rules": lambda p, **more: hki.quantize_params(
+        p, rules=[QuantRule(weight_qtype="int8")], **more
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_prepared_parameters_need_no_axes(name):
+    """The model once, then the same weights as with the axes in each call."""
+    prepared = hki.prepare(T, PARAMS, X)
+    given = EDITS[name](PARAMS, matrix_axes=hki.infer_matrix_axes(T, PARAMS, X))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = EDITS[name](prepared)
+    assert jax.tree.structure(params) == jax.tree.structure(given)
+    jax.tree.map(np.testing.assert_array_equal, params, given)
+    structs = jax.eval_shape(lambda: EDITS[name](hki.prepare(T, PARAMS, X)))
+    assert jax.tree.structure(structs) == jax.tree.structure(params)
+
+
+def test_prepared_parameters_have_the_same_values():
+    prepared = hki.prepare(T, PARAMS, X)
+    jax.tree.map(np.testing.assert_array_equal, hki.materialize(prepared), dict(PARAMS))
+    check(prepared)
+    assert prepared[FIRST]["key_w"] is PARAMS[FIRST]["key_w"]
+    again = hki.prepare(IMPLICIT, prepared, X)
+    assert jax.tree.structure(again) == jax.tree.structure(prepared)
+
+
+def test_a_prepared_weight_that_nothing_changes_stays_dense():
+    """It is frozen by default, trained in its own shape, and the plain one in bases and merged trees."""
+    targets = dict(targets=".*/query_w")
+    prepared = hki.add_lora(hki.prepare(T, PARAMS, X), 0, rank=2, **targets)
+    model, trained = hki.freeze(T, prepared)
+    assert trained[FIRST].keys() == {"query_w_lora_a", "query_w_lora_b"}
+    model, trained = hki.freeze(T, prepared, trainable_dense=".*/output_w")
+    assert trained[STACK]["output_w"].shape == (2, HEADS, SIZE, WIDTH)
+    np.testing.assert_allclose(model.apply(trained, X), T.apply(PARAMS, X), rtol=1e-4, atol=1e-5)
+    half, _ = hki.partition(prepared, trainable_dense="first/output_w")
+    assert len(jax.tree.leaves(half)) == 5  # two factors of two weights, and this one
+    given = hki.add_lora(PARAMS, 0, rank=2, matrix_axes=GIVEN, **targets)
+    adapter = hki.get_adapter(prepared)
+    assert adapter.bases == hki.get_adapter(given).bases
+    assert jax.tree.structure(hki.set_adapter(PARAMS, adapter)) == jax.tree.structure(given)
+    hki.set_adapter(hki.prepare(T, PARAMS, X), adapter)
+    assert jax.tree.structure(hki.merge_lora(prepared)) == jax.tree.structure(PARAMS)
+
+
+@pytest.mark.parametrize("trainable_dense", [False, ".*/output_w"])
+def test_three_forms_of_a_loop_train_prepared_parameters_alike(trainable_dense):
+    params = hki.add_lora(hki.prepare(T, PARAMS, X), 0, rank=2, targets=".*/query_w")
+    model, trained = hki.freeze(T, params, trainable_dense=trainable_dense)
+    half, frozen = hki.partition(params, trainable_dense)
+
+    def loss(params):
+        return (IMPLICIT.apply(params, X) ** 2).mean()
+
+    def steps(of, grad, optimizer):
+        state = optimizer.init(of)
+        for _ in range(3):
+            updates, state = optimizer.update(grad(of), state, of)
+            of = hki.apply_updates(of, updates)
+        return of
+
+    adam = optax.adam(1e-2)
+    whole = steps(
+        params,
+        hki.grad(loss, trainable_dense=trainable_dense),
+        hki.freeze_declared(adam, trainable_dense=trainable_dense),
+    )
+    half = steps(half, jax.grad(lambda p: loss(hki.combine(p, frozen))), adam)
+    alone = steps(trained, jax.grad(lambda p: (model.apply(p, X) ** 2).mean()), adam)
+    wanted = hki.materialize(whole)
+    for found in (hki.combine(half, frozen), model.params(alone)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), hki.materialize(found), wanted
+        )
+    assert loss(whole) < 0.99 * loss(params)
+
+
+@pytest.mark.parametrize("method", few(["gptq", "awq"]))
+def test_calibration_of_prepared_parameters(method):
+    prepared = hki.prepare(T, PARAMS, X)
+    inputs = hki.input_moments(T.apply, prepared, [X])
+    assert inputs[f"{STACK}/output_w"].shape[-1] == HEADS * SIZE
+    params = hki.quantize_with_inputs(prepared, inputs, method=method, dtype="int4", group_size=8)
+    check(params)
+    options = {"int8": dict(dtype="int8"), "int4": INT4}
+    found = hki.sensitivity(T.apply, prepared, [X], options, method=method)
+    budget = sum(x.nbytes for x in jax.tree.leaves(PARAMS)) // 3
+    small = found.quantize(prepared, found.allocate(budget))
+    assert hki.summary(small).total.nbytes <= budget
+    check(small)
+
+
+@pytest.mark.parametrize("name", ["trained", "aware"])
+def test_training_of_prepared_parameters(name):
+    change = dict(trained=hki.quantized_training, aware=hki.quantization_aware)[name]
+    rules = [QuantRule(weight_qtype="int8")]
+    stored = hki.convert_trained(change(hki.prepare(T, PARAMS, X), rules))
+    axes = hki.infer_matrix_axes(T, PARAMS, X)
+    given = hki.convert_trained(change(PARAMS, rules, matrix_axes=axes))
+    assert jax.tree.structure(stored) == jax.tree.structure(given)
+    jax.tree.map(np.testing.assert_array_equal, stored, given)
+    check(stored)
+
+
+def test_shapes_of_prepared_parameters():
+    structs = jax.eval_shape(lambda: PARAMS)
+    prepared = hki.prepare(T, structs, jax.eval_shape(lambda: X))
+    wanted = jax.eval_shape(lambda: hki.prepare(T, PARAMS, X))
+    assert jax.tree.structure(prepared) == jax.tree.structure(wanted)
+    assert list(map(str, jax.tree.leaves(prepared))) == list(map(str, jax.tree.leaves(wanted)))
+    with pytest.raises(TypeError, match="expected arrays, got the struct"):
+        hki.freeze(T, hki.add_lora(prepared, 0, rank=2, targets="first/query_w"))
+
+
+def test_other_models_are_refused():
+    multi = hk.multi_transform(lambda: (model, (model, model)))
+    with pytest.raises(TypeError, match="of a multi-transform, one of its functions.*got Multi"):
+        hki.prepare(multi, PARAMS, X)
+    prepared = hki.prepare(multi.apply[0], PARAMS, None, X)
+    assert isinstance(prepared[FIRST]["query_w"], hki.MatrixView)
 
 
 INT4 = dict(dtype="int4", group_size=8)
@@ -204,7 +336,7 @@ def test_rules_see_the_matrix():
 @pytest.mark.parametrize("method", few(["gptq", "awq", "smoothquant"]))
 def test_calibration(method):
     """Inputs of weights with any axes; the error of products is less than by rounding."""
-    axes = hki.infer_matrix_axes(T.apply, PARAMS, X)
+    axes = hki.infer_matrix_axes(T, PARAMS, X)
     collect = hki.input_maxima if method == "smoothquant" else hki.input_moments
     inputs = collect(T.apply, PARAMS, [X], matrix_axes=axes)
     assert inputs.keys() == axes.keys()
@@ -395,7 +527,7 @@ def test_axes_that_do_not_fit_name_the_parameter():
         ValueError, match=r"first/query_w \(float32\[32,2,8\]\): matrix axes: expected"
     ):
         hki.add_lora(PARAMS, 0, rank=2, matrix_axes={"first/query_w": ([0], [1, 2])})
-    quantized = hki.quantize_params(PARAMS, targets="first/query_w")
+    quantized = hki.quantize_params(PARAMS, targets="first/query_w", matrix_axes={})
     with pytest.raises(
         ValueError, match=r"first/query_w .*implicit already.*function that made it"
     ):
@@ -416,3 +548,116 @@ def test_a_reshape_with_a_sharding_is_followed():
     with (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh):
         found = hki.infer_matrix_axes(apply, params, jnp.ones((2, 32)))
     assert found == {"l/w": ((-3,), (-2, -1))}
+
+
+Q = ((-3,), (-2, -1))
+PLAIN = ((-2,), (-1,))
+
+
+def _scanned(w, x):
+    carry = (x, w)  # the weight is a part of the carry, which the body passes on
+    (y, w), _ = jax.lax.scan(lambda c, _: ((c[0] @ c[1], c[1]), None), carry, None, length=2)
+    return y @ w
+
+
+FOLLOWED = {
+    "in a jit": (PLAIN, (8, 8), lambda w, x: jax.jit(jnp.matmul)(x, w)),
+    "in a checkpoint": (PLAIN, (8, 8), lambda w, x: jax.checkpoint(lambda w, x: x @ w)(w, x)),
+    "in a custom_jvp": (PLAIN, (8, 8), lambda w, x: jax.nn.relu(x @ w)),
+    "cast and masked": (
+        PLAIN,
+        (8, 8),
+        lambda w, x: x @ jnp.where(jnp.tri(8, dtype=bool), w.astype(jnp.bfloat16), 0),
+    ),
+    "in a carry": (PLAIN, (8, 8), _scanned),
+    "in a while_loop": (
+        PLAIN,
+        (8, 8),
+        lambda w, x: jax.lax.while_loop(
+            lambda c: c[0].sum() < 0, lambda c: (c[0] @ c[1], c[1]), (x, w)
+        ),
+    ),
+    "in a fori_loop": (PLAIN, (8, 8), lambda w, x: jax.lax.fori_loop(0, 3, lambda i, y: y @ w, x)),
+    "in a branch": (
+        ((-1,), (-2,)),
+        (8, 8),
+        lambda w, x: x @ jax.lax.cond(x.sum() > 0, lambda w: w.T, lambda w: (2 * w).T, w),
+    ),
+    "by index": (PLAIN, (3, 8, 8), lambda w, x: sum(x @ w[i] for i in range(3))),
+    "one after another": (PLAIN, (3, 8, 8), lambda w, x: sum(x @ one for one in w)),
+    "one of a pair": (
+        Q,
+        (8, 2, 4),
+        lambda w, x: x @ jnp.stack([w.reshape(8, 8), jnp.zeros((8, 8))], 1)[:, 0],
+    ),
+    "both of a pair": (
+        Q,
+        (8, 2, 4),
+        lambda w, x: x @ jnp.concatenate([w, w], 1).reshape(8, 16),
+    ),
+    "split again": (
+        PLAIN,
+        (8, 8),
+        lambda w, x: x @ jnp.split(jnp.concatenate([w, jnp.zeros((8, 8))], 1), 2, 1)[0],
+    ),
+    "times another parameter": (
+        ((-3,), (-2, -1)),
+        (8, 2, 4),
+        lambda w, x: jnp.einsum("ba,ahc->bhc", x, w * jnp.ones((1, 1, 4))),
+    ),
+    "solved for": (
+        PLAIN,
+        (8, 8),
+        lambda w, x: jax.lax.custom_linear_solve(
+            lambda y: y @ w, x, lambda _, y: y, lambda _, y: y
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_weights_are_followed(name):
+    wanted, shape, model = FOLLOWED[name]
+    params = {"l": {"w": jnp.ones(shape)}}
+    found = hki.infer_matrix_axes(lambda p, x: model(p["l"]["w"], x), params, jnp.ones((2, 8)))
+    assert found == {"l/w": wanted}
+
+
+LOST = {
+    "a sum of weights": lambda w, x: x @ (w + w.T),
+    "a tile": lambda w, x: x @ jnp.tile(w, (1, 2)),
+    "a carry that changes": lambda w, x: (
+        x @ jax.lax.scan(lambda w, _: (w @ w / 2, None), w * 0, None, length=2)[0]
+    ),
+    "written to": lambda w, x: x @ w.at[0].set(0),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_other_values_than_weights_are_not_followed(name):
+    params = {"l": {"w": jnp.ones((8, 8))}}
+    apply = lambda p, x: LOST[name](p["l"]["w"], x)  # noqa: E731
+    assert hki.infer_matrix_axes(apply, params, jnp.ones((2, 8))) == {}
+
+
+def test_the_axes_cost_one_trace_of_the_model():
+    """The model is traced once, and no operation of it is run again to find the axes."""
+    traced, bound = [], []
+
+    def counted(x):
+        traced.append(1)
+        return model(x)
+
+    def bind(self, *args, **params):
+        bound.append(self.name)
+        return plain(self, *args, **params)
+
+    t = hk.without_apply_rng(hk.transform(counted))
+    primitive = type(jax.lax.dot_general_p)
+    plain = primitive.bind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(primitive, "bind", bind)
+        jax.make_jaxpr(t.apply)(PARAMS, X)
+        of_trace, bound[:], traced[:] = len(bound), [], []
+        hki.infer_matrix_axes(t, PARAMS, X)
+    assert len(traced) == 1 and 0 < len(bound) <= of_trace

@@ -13,6 +13,7 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.core import progress
 from haiku_implicit.quantization import QuantRule
+from haiku_implicit.testing import check_type
 
 PARAMS = {f"linear_{i}": {"w": jnp.eye(4) + i, "b": jnp.zeros(4)} for i in range(2)}
 BATCHES = [jnp.ones((3, 4)), jnp.eye(4)]
@@ -70,6 +71,15 @@ WORK = {
     "save and load": (
         lambda: save_and_load(PARAMS),
         ("saving: ", "reading: ", "1/4 ", *NAMES),
+    ),
+    "check_type": (
+        lambda: (
+            check_type(
+                lambda seed: LORA["linear_0"]["w"],
+                operations={"twice": lambda w: w + w, "half": lambda w: w * 0.5},
+            ).count
+        ),
+        ("functions: ", "1/2 ", "twice", "half"),
     ),
     "under jit": (
         lambda: jax.jit(lambda p: hki.quantize_params(p))(PARAMS),

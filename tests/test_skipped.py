@@ -43,12 +43,12 @@ def test_one_warning_names_the_weights_without_an_adapter(name):
     assert len(found) == 1
     for name_of_one in SKIPPED:
         assert re.search(name_of_one, found[0])
-    assert "infer_matrix_axes(apply, params, *args)" in found[0] and "2 weights get no" in found[0]
+    assert "hki.prepare(model, params, *args)" in found[0] and "2 weights get no" in found[0]
     assert not any(own in found[0] for own in ("gating_b", "scale", "linear"))
     _, found = said(ADD[name], params(), exclude="head/w")
     assert len(found) == 1 and "head/w" not in found[0] and "triangle" in found[0]
     _, found = said(ADD[name], params(), exclude="triangle/.*")
-    assert len(found) == 1 and "infer_matrix_axes" not in found[0] and "head/w" in found[0]
+    assert len(found) == 1 and "prepare" not in found[0] and "head/w" in found[0]
     for silent in (
         dict(exclude="head/w|triangle/.*"),
         dict(targets="linear/w"),
@@ -81,6 +81,74 @@ def test_a_creator_says_it_once():
     t = hki.transform_implicit(hk.transform(model))
     new, found = said(jax.eval_shape, t.init, jax.random.key(0), jnp.ones((1, 16)))
     assert len(found) == 1 and "1 weight gets no adapter" in found[0]
+
+
+EACH = {
+    "lora": ("an adapter", lambda p, **more: hki.add_lora(p, 0, rank=1, **more)),
+    "dora": ("an adapter", lambda p, **more: hki.add_adapter(p, 0, "dora", rank=1, **more)),
+    "bank": ("an adapter", lambda p, **more: hki.AdapterBank.of(p, capacity=2, rank=1, **more)),
+    "quantize": ("scales", lambda p, **more: hki.quantize_params(p, **more)),
+    "rules": (
+        "scales",
+        lambda p, **more: hki.quantize_params(
+            p, rules=[hki.quantization.QuantRule(weight_qtype="int8")], **more
+        ),
+    ),
+    "moments": ("a statistic", lambda p, **more: hki.input_moments(products, p, [1.0], **more)),
+    "maxima": ("a statistic", lambda p, **more: hki.input_maxima(products, p, [1.0], **more)),
+    "sensitivity": (
+        "scales",
+        lambda p, **more: hki.sensitivity(
+            products, p, [1.0], {"a": dict(dtype="int8"), "b": dict(dtype="int4")}, **more
+        ),
+    ),
+}
+
+
+def products(params, x):
+    """Uses the matrices of all weights, one after another."""
+    weights = [w for own in params.values() for w in own.values() if w.ndim > 1]
+    matrices = [m for w in weights for m in w.reshape(-1, *w.shape[-2:])]
+    return sum((jnp.full((1, m.shape[0]), x) @ m).sum() for m in matrices)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_weight_of_more_axes_is_a_stack_only_with_a_warning(name):
+    each, change = EACH[name]
+    unsaid = {"attention": {"query_w": jnp.ones((16, 4, 8))}, "experts": {"w": jnp.ones((3, 8, 4))}}
+    said_by_names = {
+        "linear": {"w": jnp.ones((8, 4)), "b": jnp.ones((1, 1, 4))},
+        "net/conv2_d": {"w": jnp.ones((2, 2, 8, 4))},
+        "a/__layer_stack_no_per_layer/linear": {"w": jnp.ones((2, 8, 4))},
+        "one": {"w": jnp.ones((1, 8, 4))},
+        "blocks/linear": {"w": jnp.ones((3, 8, 4)), "b": jnp.ones((3, 4))},
+    }
+    _, found = said(change, {**unsaid, **said_by_names})
+    assert len(found) == 1 and "axes of 2 weights make a matrix, so that each counts" in found[0]
+    assert "attention/query_w (float32[16,4,8] as 16 matrices of 4 x 8)" in found[0]
+    assert "experts/w (float32[3,8,4] as 3 matrices of 8 x 4)" in found[0]
+    assert f"with {each} for each" in found[0] and "hki.prepare(model, params, *args)" in found[0]
+    assert "matrix_axes={}" in found[0]
+    assert len(said(change, {**unsaid, **said_by_names}, targets="attention/query_w")[1]) == 1
+    for silent in (
+        dict(matrix_axes={}),
+        dict(exclude="(attention|experts)/.*"),
+        dict(targets="linear/w"),
+        dict(matrix_axes={"attention/query_w": ([-3], [-2, -1])}),
+    ):
+        if name not in ("moments", "maxima") or "attention/query_w" not in str(silent):
+            assert said(change, {**unsaid, **said_by_names}, **silent)[1] == []
+
+
+def test_what_is_said_once_is_said_for_later_calls():
+    """A view in the tree; a kernel with a method that is for kernels."""
+    axes = {"attention/query_w": ([-3], [-2, -1])}
+    weights = {"attention": {"query_w": jnp.ones((16, 4, 8))}, "other": {"w": jnp.ones((3, 8, 4))}}
+    once = hki.quantize_params(weights, targets="attention/query_w", matrix_axes=axes)
+    assert said(hki.add_lora, once, 0, rank=2)[1] == []
+    kernel = {"stem": {"w": jnp.ones((3, 3, 8, 4))}}
+    assert said(hki.add_adapter, kernel, 0, "locon", rank=2)[1] == []
+    assert len(said(hki.add_adapter, kernel, 0, "lora", rank=2)[1]) == 1
 
 
 RULES = [hki.quantization.QuantRule(weight_qtype="int8")]
@@ -158,3 +226,16 @@ def test_what_needs_values_says_so(name):
         ON_VALUES[name](structs)
     if name not in ("get_adapter", "compare"):
         jax.eval_shape(ON_VALUES[name], structs)
+
+
+def test_a_creator_says_once_what_is_a_stack():
+    def model(x):
+        with hk.custom_creator(hki.quantize_creator("int8")):
+            for name in ("first", "second"):
+                w = hk.get_parameter(name, [4, 2, 8], init=jnp.ones)
+            return x @ w.sum(0)
+
+    t = hki.transform_implicit(hk.transform(model))
+    with hki.materialization("allow"):
+        _, found = said(jax.eval_shape, t.init, jax.random.key(0), jnp.ones((1, 2)))
+    assert len(found) == 1 and "~/first" in found[0] and "by matrix_axes=, such as {" in found[0]

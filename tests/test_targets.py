@@ -269,17 +269,20 @@ def test_a_named_parameter_that_does_not_fit_is_an_error(what):
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_an_adapter_larger_than_its_weight_is_said_once(method):
-    add = functools.partial(hki.add_adapter, attention(), 0, method, rank=4)
-    with pytest.warns(UserWarning) as found:
-        add()
-    (one,) = found
-    assert one.filename == __file__ and "query/w (float32[16,4,16]: 1," in str(one.message)
-    assert "for 1,024)" in str(one.message) and "matrix_axes=" in str(one.message)
+    kernel = {"conv2_d": {"w": jnp.ones((16, 4, 16))}}
+    for params, path in ((kernel, "conv2_d/w"), (attention(), "query/w")):
+        axes = None if params is kernel else {}  # without which each weight of three axes is named
+        add = functools.partial(hki.add_adapter, params, 0, method, rank=4, matrix_axes=axes)
+        with pytest.warns(UserWarning) as found:
+            add()
+        (one,) = found
+        assert one.filename == __file__ and f"{path} (float32[16,4,16]: 1," in str(one.message)
+        assert "for 1,024)" in str(one.message) and "'locon'" in str(one.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         add(matrix_axes={"query/w": ([-3], [-2, -1])})
         add(exclude="query/w")
-        hki.add_lora(attention(), 0, rank=1)
+        hki.add_lora(attention(), 0, rank=1, matrix_axes={})
         stacked = {"__layer_stack_no_per_layer/linear": {"w": jnp.ones((3, 8, 4))}}
         hki.add_lora(stacked, 0, rank=4)  # the user's own rank, for matrices
 
@@ -294,16 +297,16 @@ def test_weights_that_groups_leave_dense_are_named_once():
     )
     assert text in str(one.message) and "group_size= (8 would fit)" in str(one.message)
     with pytest.warns(
-        UserWarning, match=r"2 weights .* query/w .*odd/w.* matrix_axes= makes a matrix"
+        UserWarning, match=r"2 weights .* query/w .*odd/w.* hki.prepare.* finds matrices"
     ):
         hki.quantize_params(attention(), dtype="mxfp4")  # which has groups of its own
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hki.quantize_params(attention())
+        hki.quantize_params(attention(), matrix_axes={})
         hki.quantize_params(attention(), group_size=32, targets="linear/w")
         hki.quantize_params(attention(), group_size=32, exclude="(query|odd)/.*")
         once = hki.quantize_params(attention(), group_size=8, targets=".*(linear|odd)/w")
-        hki.quantize_params(once, group_size=4)  # a quantized weight is not dense
+        hki.quantize_params(once, group_size=4, matrix_axes={})  # a quantized weight is not dense
 
 
 @pytest.mark.parametrize("put", [hk.custom_creator, hk.custom_getter])
@@ -317,3 +320,16 @@ def test_creators_and_getters_say_it_once(put):
     with pytest.warns(UserWarning, match="1 weight stays dense, .* mlp/~/linear_0/w") as found:
         jax.eval_shape(hki.transform_implicit(hk.transform(model)).init, 0, jnp.ones((1, 8)))
     assert {w.filename for w in found} == {__file__}
+
+
+def test_a_second_call_says_already():
+    params = {"linear": {"w": jnp.ones((8, 8))}, "head": {"w": jnp.ones((8, 1))}}
+    some = hki.add_lora(params, 0, rank=2, targets="linear/w")
+    found = r"already implicit: 1, such as linear/w, LoRA float32\[8,8\]"
+    with pytest.raises(ValueError, match=found):
+        hki.add_lora(some, 0, rank=2)
+    every = hki.quantize_params(params)
+    with pytest.raises(
+        ValueError, match="all 2 weights are implicit already.* and materialize make"
+    ):
+        hki.quantize_params(every)

@@ -216,7 +216,7 @@ def check_room(w: Array, rank: int) -> None:
     if isinstance(w, LoRA):
         raise ValueError("this is LoRA already; merge_lora it first, or leave it out by exclude=")
     if rank > (room := LoRA.room(w.shape)):
-        axes = "infer_matrix_axes finds which axes make one matrix, for matrix_axes=. Or give"
+        axes = "hki.prepare(model, params, *args) finds which axes make one matrix. Or give"
         raise ValueError(
             f"LoRA of rank {rank} does not fit; the rank can be {room} at most. "
             f"{axes if len(w.shape) > 2 else 'Give'} a smaller rank=, or leave the parameter out by "

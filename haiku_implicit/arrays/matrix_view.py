@@ -151,6 +151,19 @@ def matrix_of(w: Array) -> Array:
     return w.matrix if isinstance(w, MatrixView) else w
 
 
+def tensor_of(w: Array) -> Array:
+    """The dense tensor that a view of a dense matrix stands for; any other array itself."""
+    if not is_view_of_dense(w):
+        return w
+    is_struct = isinstance(w.matrix, jax.ShapeDtypeStruct)
+    return jax.ShapeDtypeStruct(w.shape, w.dtype) if is_struct else w.materialize()
+
+
+def is_view_of_dense(w: Array) -> bool:
+    """Whether an array is a view of a dense matrix, as `prepare` makes them."""
+    return isinstance(w, MatrixView) and w.matrix is not None and not is_implicit(w.matrix)
+
+
 def with_matrix(w: Array, new: Array) -> Array:
     """A view of another matrix with the axes of the view `w`; the matrix itself if `w` is no view."""
     return w._replace(matrix=new) if isinstance(w, MatrixView) else new

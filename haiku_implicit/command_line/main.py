@@ -107,6 +107,11 @@ def _object(values: flags.FlagValues, name: str) -> dict[str, Any]:
     return found
 
 
+def _axes(values: flags.FlagValues) -> dict[str, Any] | None:
+    """The value of --matrix_axes; None if it is not given."""
+    return _object(values, "matrix_axes") if values["matrix_axes"].present else None
+
+
 # --- quantize, add-lora, merge ---------------------------------------------------------------------
 
 
@@ -125,7 +130,7 @@ def quantize(values: flags.FlagValues, source: str, target: str) -> program.Said
     params = program.read(values, source)
     names = ("dtype", "group_size", "calibration", "zero_point", "activation", "targets", "exclude")
     options: dict[str, Any] = {name: values[name].value for name in names}
-    new = quantize_params(params, matrix_axes=_object(values, "matrix_axes"), **options)
+    new = quantize_params(params, matrix_axes=_axes(values), **options)
     return _write(params, target, new)
 
 
@@ -149,7 +154,7 @@ def add_lora(values: flags.FlagValues, source: str, target: str) -> program.Said
     rank = 8 if values.rank is None and "rank" in known else values.rank
     options |= {k: v for k, v in dict(rank=rank, alpha=values.alpha).items() if v is not None}
     choice: dict[str, Any] = dict(targets=values.targets, exclude=values.exclude)
-    choice["matrix_axes"] = _object(values, "matrix_axes")
+    choice["matrix_axes"] = _axes(values)
     new = add_adapter(params, values.seed, values.method, **choice, **options)
     return _write(params, target, new)
 

@@ -51,8 +51,10 @@ def quantize_params(
       **options: how to quantize, as `QuantizedMatrix.quantize` documents: `dtype` (the number format,
         'int8'), `group_size` (the number of elements that share a scale; None: a whole row or column),
         `axis` (along which they lie, -2), `zero_point` (False), `calibration` (how scales are found:
-        None for the default of the format), `scale_dtype` (how scales are stored, None), `activation`
-        (the format of activations in products; None: dense).
+        'absmax', 'minmax', 'absmean', 'mse', 'hqq', 'rms,3', 'percentile,99.5' or 'fixed,LOW,HIGH';
+        None: 'absmean' for binary and ternary, 'minmax' with a zero point, else 'absmax'),
+        `scale_dtype` (how scales are stored, None), `activation` (the format of activations in
+        products; None: dense).
 
     Returns:
       The tree with the targets replaced by `QuantizedMatrix`, and mappings as dicts.

@@ -10,13 +10,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.arrays.matrix_view import tensor_of
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.transform import tree_map_with_implicit
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.edits import quantize_params
-from haiku_implicit.params.quantizing.calibrated import arguments_of
+from haiku_implicit.params.quantizing.calibrated import (
+    arguments_of,
+    inputs_of,
+    parsed,
+    quantize_with_inputs,
+)
 from haiku_implicit.params.summary import text_table
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
@@ -50,11 +57,17 @@ class Sensitivity:
       rows: one for each weight and option, the largest errors first.
       options: the options given to `sensitivity`.
       matrix_axes: the axes of weights that are views of matrices.
+      other_nbytes: the bytes of all other parameters.
+      method: how weights are rounded, as for `quantize_with_inputs`; None to the nearest.
+      inputs: for a method, the statistics of the inputs of the weights that have them.
     """
 
     rows: tuple[WeightCost, ...]
     options: Options
     matrix_axes: MatrixAxesOf | None = None
+    other_nbytes: int = 0
+    method: str | None = None
+    inputs: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         cells = [
@@ -64,14 +77,14 @@ class Sensitivity:
         return text_table(("path", "option", "error", "bytes", "of dense bytes"), cells, numbers=3)
 
     def allocate(self, nbytes: int) -> dict[str, str]:
-        """Chooses a format for each weight, so that all together take at most `nbytes` bytes.
+        """Chooses a format for each weight, so that all parameters take at most `nbytes` bytes.
 
-        It starts with dense weights, which have the least error. Until the weights fit, it takes the
+        It starts with dense weights, which have the least error. Until the parameters fit, it takes the
         step that adds the least squared error per byte saved. The squared errors of weights are assumed
         to add up, as for independent errors.
 
         Args:
-          nbytes: the bytes for all weights together.
+          nbytes: the bytes for the whole tree, which are those that `summary` counts.
 
         Returns:
           The name of an option for each path; weights that stay dense are left out.
@@ -85,13 +98,15 @@ class Sensitivity:
             if not math.isnan(row.error):  # NaN: the outputs with this format are not finite
                 own.append((row.option, row.error, row.nbytes))
         least = sum(min(size for _, _, size in own) for own in ways.values())
-        if least > nbytes:
+        left = nbytes - self.other_nbytes
+        if least > left:
             raise ValueError(
-                f"nbytes: the smallest formats of the {len(ways)} weights take {least:,} bytes "
-                f"together, more than {nbytes:,}; give a smaller format among the options"
+                f"nbytes: the smallest formats of the {len(ways)} weights take {least:,} bytes, and "
+                f"the other parameters {self.other_nbytes:,}, together more than {nbytes:,}; give a "
+                "smaller format among the options"
             )
         chosen = {path: own[0] for path, own in ways.items()}
-        while sum(size for _, _, size in chosen.values()) > nbytes:
+        while sum(size for _, _, size in chosen.values()) > left:
             steps = [
                 (path, way) for path, own in ways.items() for way in own if way[2] < chosen[path][2]
             ]
@@ -100,7 +115,7 @@ class Sensitivity:
         return {path: way[0] for path, way in chosen.items() if way[0] is not None}
 
     def quantize(self, params: Params, chosen: Mapping[str, str]) -> Params:
-        """Quantizes each weight to its chosen format.
+        """Quantizes each weight to its chosen format, by the method of `sensitivity`.
 
         Args:
           params: the parameters given to `sensitivity`.
@@ -113,9 +128,24 @@ class Sensitivity:
             if name not in self.options:
                 raise ValueError(f"chosen: expected options of {[*self.options]}, got {name!r}")
             paths = [path for path, option in chosen.items() if option == name]
-            axes = {p: x for p, x in (self.matrix_axes or {}).items() if p in paths} or None
-            params = quantize_params(params, targets=paths, matrix_axes=axes, **self.options[name])
+            params = self._quantized(params, paths, self.options[name])
         return params
+
+    def _quantized(
+        self, params: Params, paths: Sequence[str], options: Mapping[str, Any]
+    ) -> Params:
+        """Quantizes weights with their inputs, if these are known, and the others to the nearest."""
+        axes = self.matrix_axes or {}  # which also says that other weights are stacks
+        known = {path: self.inputs[path] for path in paths if path in self.inputs}
+        rest = [path for path in paths if path not in self.inputs]
+        if self.method is not None and known:
+            own: Any = {"dtype": "int8", **options}
+            params = quantize_with_inputs(
+                params, known, method=self.method, matrix_axes=axes, **own
+            )
+        if not rest:
+            return params
+        return quantize_params(params, targets=rest, matrix_axes=axes, **options)
 
 
 def _price(old: tuple[Any, float, int], new: tuple[Any, float, int]) -> float:
@@ -132,6 +162,7 @@ def sensitivity(
     targets: Targets | None = None,
     exclude: Targets | None = None,
     matrix_axes: MatrixAxesOf | None = None,
+    method: str | None = None,
 ) -> Sensitivity:
     """Measures how much the model's outputs change when one weight is quantized.
 
@@ -145,6 +176,8 @@ def sensitivity(
       options: arguments of `quantize_params` by names that you choose, such as
         `{'int8': dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}`.
       targets, exclude, matrix_axes: the weights to quantize, as for `quantize_params`.
+      method: 'gptq', 'awq' or another method of `quantize_with_inputs`, which then rounds each weight
+        that has inputs in these batches. None: all weights are rounded to the nearest.
 
     Returns:
       The errors, the largest first, with the methods `allocate` and `quantize` that use them.
@@ -159,28 +192,51 @@ def sensitivity(
       >>> params = model.init(jax.random.key(1), x)
       >>> formats = {'int8': dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}
       >>> found = hki.sensitivity(model.apply, params, [x], formats)
-      >>> chosen = found.allocate(6_000)
-      >>> small = found.quantize(params, chosen)
-      >>> sum(hki.summary(small).rows[i].nbytes for i in (0, 2)) <= 6_000
+      >>> small = found.quantize(params, found.allocate(6_000))
+      >>> hki.summary(small).total.nbytes <= 6_000
       True
     """
     given, options = [arguments_of(batch) for batch in batches], dict(options)
     if not given or not options:
         raise ValueError(f"expected batches and options, got {len(given)} and {len(options)}")
-    choice: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
+    choice = trees.Choice(targets, exclude, matrix_axes=matrix_axes)
+    chosen: dict[str, list[str]] = {}
+    for name, own in options.items():
+        # After the first one, there is no warning of stacks.
+        known = choice._replace(matrix_axes=matrix_axes or {}) if chosen else choice
+        chosen[name] = _chosen(params, known, own)
+    inputs: dict[str, jax.Array] = {}
+    if method is not None:
+        every = sorted({path for own in chosen.values() for path in own})
+        needed = parsed(method)[0].needed
+        inputs = inputs_of(needed, apply, params, given, choice._replace(targets=every))
+    plan = Sensitivity((), options, matrix_axes, 0, method, inputs)
     stored = {
-        name: trees.values_of(quantize_params(params, **choice, **own))
-        for name, own in options.items()
+        name: _dense_values(plan._quantized(params, own, options[name]))
+        for name, own in chosen.items()
     }
-    dense = trees.values_of(params)
-    paths = [path for path in dense if any(is_implicit(own[path]) for own in stored.values())]
-    errors = _errors(apply, params, given, stored, paths)
+    dense = _dense_values(params)
+    paths = [path for path in dense if any(path in own for own in chosen.values())]
+    errors = _errors(apply, tree_map_with_implicit(tensor_of, params), given, stored, paths)
     rows = [
         WeightCost(path, name, error, stored[name][path].nbytes, dense[path].nbytes)
         for (path, name), error in errors.items()
     ]
     rows.sort(key=lambda row: row.error, reverse=True)
-    return Sensitivity(tuple(rows), options, matrix_axes)
+    others = sum(x.nbytes for path, x in dense.items() if path not in paths)
+    return dataclasses.replace(plan, rows=tuple(rows), other_nbytes=others)
+
+
+def _chosen(params: Params, choice: trees.Choice, options: Mapping[str, Any]) -> list[str]:
+    """The paths of the weights that `quantize_params` quantizes with some options."""
+    structs = jax.eval_shape(lambda: params)
+    new = trees.values_of(quantize_params(structs, **choice._asdict(), **options))
+    return [path for path, x in trees.values_of(structs).items() if new[path] is not x]
+
+
+def _dense_values(params: Params) -> dict[str, Any]:
+    """The arrays of a tree by their paths, with views of dense matrices as tensors."""
+    return trees.values_of(tree_map_with_implicit(tensor_of, params))
 
 
 def _errors(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,10 @@ from haiku_implicit.core.messages import printable
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, JsonObject, Params, Tree
 from haiku_implicit.params.adapters.parts import check_whole
+from haiku_implicit.params.haiku.frozen import Frozen
 from haiku_implicit.params.trees import trees
 from haiku_implicit.quantized.matrix import QuantizedMatrix
-from haiku_implicit.training.gradients import slots_of, trained
+from haiku_implicit.training.gradients import Slot, slots_of, trained
 
 
 class SummaryRow(NamedTuple):
@@ -82,18 +84,20 @@ class Summary:
 
 
 def summary(
-    params: Params, *, depth: int | None = None, trainable_dense: Targets = True
+    params: Params | Frozen, *, depth: int | None = None, trainable_dense: Targets = True
 ) -> Summary:
     """A table of parameters: which are implicit, of what type, and how much memory each takes.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings; also the
-        `jax.ShapeDtypeStruct`s of them that `jax.eval_shape` returns.
+        `jax.ShapeDtypeStruct`s of them that `jax.eval_shape` returns. Or a model from `freeze`, which
+        knows what it trains.
       depth: None for a row for each parameter; otherwise a row for each module. A depth of 1 or more
         groups modules by the first parts of their names: with 2, `model/layer_1/mlp/linear` counts for
         `model/layer_1`. A depth below zero groups them by the last parts: with -1, the row `linear`
         counts the layers' modules of that name together.
-      trainable_dense: the dense parameters that count as trained, as for `partition`.
+      trainable_dense: the dense parameters that count as trained, as for `partition`; not used for a
+        model from `freeze`.
 
     Returns:
       The rows and their total: the path (`module/name`), the type ('dense', or the type of the implicit
@@ -116,19 +120,25 @@ def summary(
     """
     if depth == 0:
         raise ValueError("depth: expected None, 1 and more, or -1 and less, got 0")
+    flags: Sequence[bool] | None = None
+    if isinstance(params, Frozen):
+        params, flags = params.shapes()
     parameters = trees.parameters_of(params)
-    counts = _trained_counts(parameters, trainable_dense)
-    rows = [_row_of(p, count) for p, count in zip(parameters, counts, strict=True)]
+    slots = slots_of(params)
+    counts = _trained_counts(slots, trained(slots, trainable_dense) if flags is None else flags)
+    rows = [_row_of(p, counts[p.path]) for p in parameters]
     if depth is not None:
         rows = _by_module(rows, depth)
     return Summary(tuple(rows), _joined("total", rows)._replace(kind="", dtype=None))
 
 
-def _trained_counts(parameters: Sequence[trees.Parameter], trainable_dense: Targets) -> list[int]:
-    """The count of trained numbers in each parameter."""
-    own = [slots_of({p.module_name: {p.name: p.value}}) for p in parameters]
-    flags = iter(trained([slot for slots in own for slot in slots], trainable_dense))
-    return [sum(math.prod(np.shape(s.value)) for s in slots if next(flags)) for slots in own]
+def _trained_counts(slots: Sequence[Slot], flags: Sequence[bool]) -> Mapping[str, int]:
+    """The count of trained numbers in each parameter, by its path."""
+    counts: collections.Counter[str] = collections.Counter()
+    for slot, flag in zip(slots, flags, strict=True):
+        path = slot.path[: len(slot.path) - len(slot.fields)]
+        counts["/".join(path)] += math.prod(np.shape(slot.value)) if flag else 0
+    return counts
 
 
 def _row_of(parameter: trees.Parameter, count: int) -> SummaryRow:

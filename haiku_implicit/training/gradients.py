@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from haiku_implicit.arrays import Zeros
+from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import containers
 from haiku_implicit.core.array import (
     ImplicitArray,
@@ -74,9 +75,13 @@ def slots_of(tree: Tree, path: Any = (), fields: Any = (), names: Any = ()) -> l
         if is_empty(x) or not is_implicit(x):
             found.append(Slot(here, x, fields, names_here))
             continue
+        if isinstance(x, MatrixView) and (is_empty(x.matrix) or not is_implicit(x.matrix)):
+            found.append(Slot(here, x.matrix, fields, names_here))  # dense, as `prepare` stores it
+            continue
         *module, last = names_here or ("",)
         for name in data_names(type(x)):
-            inner = (*module, f"{last}_{type(x).__name__.lower()}_{name}")
+            own_name = f"{last}_{type(x).__name__.lower()}_{name}"
+            inner = names_here if isinstance(x, MatrixView) else (*module, own_name)
             field = (*fields, (type(x), name))
             found += slots_of(getattr(x, name), (*here, name), field, inner)
     return found

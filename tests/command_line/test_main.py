@@ -75,6 +75,13 @@ def test_axes_of_attention(folder, capsys):
     assert run(capsys, "add-lora", "attention", "tuned", "--rank=2", axes)[0] == 0
     shapes = [hki.load(name)["att/q"]["w"].matrix.shape for name in ("small", "tuned")]
     assert shapes == [(16, 16)] * 2
+    code, _, err = run(capsys, "quantize", "attention", "stacks", "--dtype=int8")
+    assert (
+        code == 0
+        and "[16,2,8] as 16 matrices of 2 x 8" in err[0]
+        and "give --matrix_axes={}" in err[0]
+    )
+    assert not run(capsys, "quantize", "attention", "silent", "--dtype=int8", "--matrix_axes={}")[2]
     code, _, err = run(capsys, "quantize", "attention", "new", "--matrix_axes=[1]")
     assert code == 2 and "--matrix_axes: expected a JSON object, got '[1]'" in err[0]
     code, _, err = run(capsys, "quantize", "attention", "new", "--matrix_axes={")

@@ -63,7 +63,9 @@ def test_formats_within_a_number_of_bytes(params):
     found = hki.sensitivity(MODEL.apply, params, [(x,) for x in X], OPTIONS)
     rows = {(row.path, row.option): row for row in found.rows}
     dense = {row.path: row.dense_nbytes for row in found.rows}
-    assert found.allocate(sum(dense.values())) == {}
+    others = sum(x.nbytes for x in jax.tree.leaves(params)) - sum(dense.values())
+    assert others == found.other_nbytes == 4 * (32 + 16 + 8)
+    assert found.allocate(sum(dense.values()) + others) == {}
     ways = [(None, "int8", "int4")] * 3
 
     def cost(chosen):
@@ -73,7 +75,7 @@ def test_formats_within_a_number_of_bytes(params):
 
     everything = [cost(chosen) for chosen in itertools.product(*ways)]
     for budget in (1_200, 1_600, 2_000, 3_000):
-        chosen = found.allocate(budget)
+        chosen = found.allocate(budget + others)
         nbytes, error = cost([chosen.get(path) for path in WEIGHTS])
         best = min(e for n, e in everything if n <= budget)
         # Greedy steps need not end at the best of all, but not far from it for these few.
@@ -81,7 +83,8 @@ def test_formats_within_a_number_of_bytes(params):
         small = found.quantize(params, chosen)
         held = {row.path: row.nbytes for row in hki.summary(small).rows}
         assert sum(held[path] for path in WEIGHTS) == nbytes
-    assert found.allocate(1_600)[WEIGHTS[1]] != "int4", "the worst weight keeps its bits"
+        assert hki.summary(small).total.nbytes == nbytes + others <= budget + others
+    assert found.allocate(1_600 + others)[WEIGHTS[1]] != "int4", "the worst weight keeps its bits"
 
 
 def test_views_of_matrices(params):
@@ -92,6 +95,7 @@ def test_views_of_matrices(params):
         return jnp.einsum("ba,ahc->bhc", x, params["attention"]["w"])
 
     found = hki.sensitivity(apply, w, [(X[0],)], OPTIONS, matrix_axes=axes)
+    assert found.other_nbytes == 0
     small = found.quantize(w, found.allocate(300))
     assert isinstance(small["attention"]["w"], hki.MatrixView)
     assert small["attention"]["w"].nbytes <= 300
@@ -103,7 +107,42 @@ def test_errors(params):
     alone = hki.sensitivity(MODEL.apply, params, [X[0]], {"int8": OPTIONS["int8"]})
     found = hki.sensitivity(MODEL.apply, params, [(X[0],)], {"int8": OPTIONS["int8"]})
     assert found.rows == alone.rows  # a batch that is no tuple is the only argument
-    with pytest.raises(ValueError, match="nbytes: the smallest formats of the 3 weights take 1,"):
+    with pytest.raises(
+        ValueError, match="nbytes: the smallest .* 3 weights take 1,.* the other parameters 224, "
+    ):
         found.allocate(100)
     with pytest.raises(ValueError, match="chosen: expected options of .'int8'., got 'int2'"):
         found.quantize(params, {WEIGHTS[0]: "int2"})
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "awq+gptq"])
+def test_weights_rounded_by_their_inputs(params, method):
+    """What is measured is what `quantize` makes: by the method, and to the nearest without inputs."""
+
+    def apply(params, x):
+        return MODEL.apply(
+            {k: v for k, v in params.items() if k != "embed"}, x + params["embed"]["table"][0]
+        )
+
+    params = {**params, "embed": {"table": normal((32, 16), 7)}}
+    xs = [(normal((64, 16), i),) for i in range(2)]
+    options = {"int4": OPTIONS["int4"]}
+    found = hki.sensitivity(apply, params, xs, options, method=method)
+    assert sorted(found.inputs) == WEIGHTS  # the table is looked up
+    chosen = dict.fromkeys([*WEIGHTS, "embed/table"], "int4")
+    small = found.quantize(params, chosen)
+    moments = hki.input_moments(apply, params, xs, exclude="embed/table")
+    by_hand = hki.quantize_with_inputs(params, moments, method=method, **OPTIONS["int4"])
+    by_hand = hki.quantize_params(by_hand, targets="embed/table", **OPTIONS["int4"])
+    assert jax.tree.structure(small) == jax.tree.structure(by_hand)
+    jax.tree.map(np.testing.assert_array_equal, small, by_hand)
+    everything = sum(row.nbytes for row in found.rows) + found.other_nbytes
+    assert hki.summary(small).total.nbytes == everything
+    nearest = hki.sensitivity(apply, params, xs, options)
+    errors = [
+        sum(row.error**2 for row in of.rows if row.path in WEIGHTS) for of in (found, nearest)
+    ]
+    assert errors[0] < 0.8 * errors[1]
+    budget = everything + 500
+    small = found.quantize(params, found.allocate(budget))
+    assert hki.summary(small).total.nbytes <= budget

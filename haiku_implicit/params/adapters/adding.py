@@ -170,7 +170,7 @@ def add_adapter(
     if callable(key) and shares:
         raise ValueError(f"method {name!r}: all weights share one key; give key= a key or a seed")
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
-    large: list[str] = []
+    done: dict[str, Adapter] = {}
 
     def room_of(path: str, shape: tuple[int, ...]) -> int:
         return kind.room(shape[stacked_axes(path) :], **of_weight(path))
@@ -182,7 +182,7 @@ def add_adapter(
         with errors_name(path, value):
             own = kind.options_for(path, len(value.shape) - stacked, of_weight(path))
             new = _in_dtype(_created(kind, value, own_key, own), dtype)
-        large.extend(_if_large(parameter, new))
+        done[path] = new
         return new
 
     room = Room(lambda path: of_weight(path).get("rank", 1), room_of)
@@ -191,9 +191,23 @@ def add_adapter(
     if not choice.may_be_empty:
         _check_patterns(patterns or {}, [p.path for p in itertools.compress(parameters, marks)])
     new = trees.map_marked(params, marks, trees.on_matrix(made, matrix_axes))
-    _warn_of_large(large)
-    trees.warn_of_others(parameters, choice, room)
+    _warn(parameters, choice, room, done)
     return kind.with_shared(new, key, **options)
+
+
+def _warn(
+    parameters: Sequence[trees.Parameter],
+    choice: trees.Choice,
+    room: Room,
+    done: Mapping[str, Adapter],
+) -> None:
+    """Warns of weights that may be other matrices, of large adapters, and of weights without one."""
+    # A type for kernels of convolutions takes all axes together.
+    stacks = [p.path in done and done[p.path].core_ndim == 2 for p in parameters]
+    told = {p.path for p in trees.stacks_in(parameters, stacks, choice)}
+    rest = [choice.opened(p) for p in parameters if p.path in done.keys() - told]
+    _warn_of_large([text for p in rest for text in _if_large(p, done[p.path])])
+    trees.warn_of_others(parameters, stacks, choice, room, room.of_each)
 
 
 def _check_patterns(patterns: Iterable[str], paths: Sequence[str]) -> None:
@@ -265,13 +279,11 @@ def _if_large(parameter: trees.Parameter, new: Adapter) -> Iterator[str]:
     """The description of an adapter that has more numbers than its weight.
 
     A weight of more than two axes is a stack of matrices, each with its own adapter. If these matrices
-    are small, as in attention's weights `[inputs, heads, width]`, the adapters are larger than the
-    weight.
+    are small, as in the kernel of a convolution, the adapters are larger than the weight.
     """
-    size, added = math.prod(parameter.value.shape), _numbers(new) - _numbers(new.w)
-    if len(parameter.value.shape) - parameter.stacked > 2 and added > size:
-        about = f"{describe(parameter.value)}: {added:,} numbers for {size:,}"
-        yield f"{parameter.path} ({about})"
+    size, added = math.prod(new.shape), _numbers(new) - _numbers(new.w)
+    if len(new.shape) - parameter.stacked > 2 and added > size:
+        yield f"{parameter.path} ({describe(parameter.value)}: {added:,} numbers for {size:,})"
 
 
 def _numbers(tree: Tree) -> int:
@@ -282,9 +294,9 @@ def _warn_of_large(found: list[str]) -> None:
     if found and is_news("large"):
         warn_caller(
             f"an adapter has more numbers than its weight: {shown(found)}. A weight of more than "
-            "two axes counts as a stack of matrices [..., n, m] with an adapter each. matrix_axes= "
-            "says which axes make one matrix, such as {'.*/query/w': ([-3], [-2, -1])} for "
-            "[inputs, heads, width]; a smaller rank= or exclude= helps, too"
+            "two axes counts as a stack of matrices [..., n, m] with an adapter each. The method "
+            "'locon' of add_adapter has one for a whole kernel of a convolution; hki.prepare(model, "
+            "params, *args) finds one matrix in other weights; a smaller rank= or exclude= helps, too"
         )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter
-from haiku_implicit.arrays.matrix_view import matrix_of, with_matrix
+from haiku_implicit.arrays.matrix_view import is_view_of_dense, matrix_of, with_matrix
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
@@ -66,7 +66,7 @@ def merge_adapters(params: Params, *, requantize: bool = False) -> Params:
             done[same] = trees.on_matrix(lambda own: _merged(own.value, requantize))(parameter)
         return done[same]
 
-    marks = [parts.has_adapter(parameter.value) for parameter in parameters]
+    marks = [parts.has_adapter(p.value) or is_view_of_dense(p.value) for p in parameters]
     return trees.map_marked(whole, marks, merged)
 
 
@@ -75,6 +75,8 @@ merge_lora = merge_adapters
 
 
 def _merged(value: Array, requantize: bool) -> Array:
+    if not is_implicit(value):  # the matrix of a view
+        return value
     dense, base = materialize_array(value), parts.base_of(value)
     if not requantize or not isinstance(getattr(base, "matrix", base), QuantizedMatrix):
         return dense

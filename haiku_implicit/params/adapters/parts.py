@@ -14,7 +14,7 @@ import numpy as np
 from haiku_implicit.adapters.vblora import VectorBank
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
-from haiku_implicit.arrays.matrix_view import matrix_in, matrix_of, with_matrix
+from haiku_implicit.arrays.matrix_view import matrix_in, matrix_of, tensor_of, with_matrix
 from haiku_implicit.core.array import (
     a_half,
     check_values,
@@ -94,9 +94,9 @@ def get_adapter(params: Params, *, trainable_dense: Targets | None = None) -> Ad
             weights[path] = with_base(value, None)
             bases.append((path, digest(base_of(value))))
         elif chosen(*parameter[:3]) or isinstance(value, VectorBank):
-            dense[path] = value
+            dense[path] = tensor_of(value)
         else:
-            bases.append((path, digest(value)))
+            bases.append((path, digest(base_of(value))))
     if not weights and not dense:
         trees.check_whole_tree(trees.parameters_of(params))
         raise ValueError(
@@ -177,7 +177,7 @@ def check_whole(path: str, value: Array) -> None:
 def base_of(value: Array) -> Array:
     """The weight without its adapters; for a view of a dense matrix, the dense tensor."""
     if not has_adapter(value):
-        return value
+        return tensor_of(value)
     matrix = matrix_of(value)
     while isinstance(matrix, Adapter):
         matrix = matrix.w

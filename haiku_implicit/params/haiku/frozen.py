@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.arrays.matrix_view import tensor_of
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.transform import is_value, tree_leaves_with_implicit
+from haiku_implicit.core.transform import (
+    is_value,
+    tree_leaves_with_implicit,
+    tree_map_with_implicit,
+)
 from haiku_implicit.core.typing import Array, Params, TreeDef
 from haiku_implicit.params.haiku.transformed import (
     AnyTransformed,
@@ -28,6 +33,46 @@ from haiku_implicit.params.haiku.transformed import (
 from haiku_implicit.training.gradients import slots_of, trained, treedef_of
 
 Keys = tuple[str, ...]
+
+
+@overload
+def freeze(
+    model: hk.Transformed,
+    params: Params,
+    *,
+    trainable_dense: Targets = False,
+    by_reference: bool = True,
+) -> tuple[FrozenTransformed, Params]: ...
+
+
+@overload
+def freeze(
+    model: hk.TransformedWithState,
+    params: Params,
+    *,
+    trainable_dense: Targets = False,
+    by_reference: bool = True,
+) -> tuple[FrozenTransformedWithState, Params]: ...
+
+
+@overload
+def freeze(
+    model: hk.MultiTransformed,
+    params: Params,
+    *,
+    trainable_dense: Targets = False,
+    by_reference: bool = True,
+) -> tuple[FrozenMultiTransformed, Params]: ...
+
+
+@overload
+def freeze(
+    model: hk.MultiTransformedWithState,
+    params: Params,
+    *,
+    trainable_dense: Targets = False,
+    by_reference: bool = True,
+) -> tuple[FrozenMultiTransformedWithState, Params]: ...
 
 
 def freeze(
@@ -62,9 +107,11 @@ def freeze(
 
     Returns:
       `(model, params)`: a model of the same kind, and the trained arrays. Its `apply` takes these
-      instead of all parameters. Its `init` returns them as they are now, with the state that the
-      model's own `init` makes. `model.params(params)` gives all parameters back, for saving, merging
-      and serving, and `model.whole` is the model that takes them.
+      instead of all parameters. Its `init` returns them as they are now, whatever its key is, with the
+      state that the model's own `init` makes with that key. (For other factors, give `add_lora` another
+      key.) `model.params(params)` gives all parameters back, for saving, merging and serving, and
+      `model.whole` is the model that takes them. A file of the trained arrays alone does not name their
+      base; a file of `get_adapter(model.params(params))` does, and `set_adapter` checks it.
 
     Raises:
       TypeError: for anything but a transformed function and a tree of parameters.
@@ -124,6 +171,10 @@ class Frozen:
                 "model: it is from hki.freeze already. Freeze model.whole, which takes all parameters, "
                 f"or the trained arrays of this model once more ({error})"
             ) from None
+
+    def shapes(self) -> tuple[Params, Sequence[bool]]:
+        """The structs of all parameters, and whether the array in each of their slots is trained."""
+        return jax.eval_shape(self._halves.whole, self._halves.start()), self._halves.flags
 
     def params(self, params: Params) -> Params:
         """Returns all parameters, with the trained arrays from `params`.
@@ -246,6 +297,7 @@ def _split(params: Params, trainable_dense: Targets, by_reference: bool) -> _Hal
             "params: expected a mapping of parameters as Haiku's init returns it, got "
             f"{type(params).__name__}"
         )
+    params = tree_map_with_implicit(tensor_of, params)  # the axes of `prepare` have done their work
     slots = slots_of(params)
     for slot in slots:
         if isinstance(slot.value, jax.ShapeDtypeStruct):

@@ -71,7 +71,7 @@ def input_moments(
        [2. 4.]]
     """
     choice = trees.Choice(targets, exclude, matrix_axes=matrix_axes)
-    return _collect(observed.MOMENTS, jnp.add, apply, params, batches, choice)
+    return _seen("moments", apply, params, batches, choice)
 
 
 def input_maxima(
@@ -110,7 +110,7 @@ def input_maxima(
       [3. 2.]
     """
     choice = trees.Choice(targets, exclude, matrix_axes=matrix_axes)
-    return _collect(observed.MAXIMA, jnp.maximum, apply, params, batches, choice)
+    return _seen("maxima", apply, params, batches, choice)
 
 
 def arguments_of(batch: Any) -> tuple[Any, ...]:
@@ -118,18 +118,46 @@ def arguments_of(batch: Any) -> tuple[Any, ...]:
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
-def _collect(
-    statistic: observed.Statistic,
-    join: Callable[[jax.Array, jax.Array], jax.Array],
+# The statistics by which methods quantize, and how two batches' are joined.
+_STATISTICS: dict[str, tuple[observed.Statistic, Callable[..., jax.Array]]] = {
+    "moments": (observed.MOMENTS, jnp.add),
+    "maxima": (observed.MAXIMA, jnp.maximum),
+}
+
+
+def _seen(
+    needed: str,
     apply: Callable[..., Any],
     params: Params,
     batches: Iterable[Any],
     choice: trees.Choice,
 ) -> dict[str, jax.Array]:
-    """A statistic of the inputs of each target, joined over the batches."""
+    """A statistic of the inputs of each target; warns of those without one, and of odd targets."""
     parameters = trees.parameters_of(params)
+    marks = _marks(parameters, choice)
+    trees.warn_of_others(parameters, marks, choice, of_each="a statistic")
+    seen = inputs_of(needed, apply, params, batches, choice)
+    paths = [p.path for p in itertools.compress(parameters, marks)]
+    _warn_of_unseen([path for path in paths if path not in seen], len(paths))
+    return seen
+
+
+def _marks(parameters: Sequence[trees.Parameter], choice: trees.Choice) -> list[bool]:
     weights = trees.of_weights(lambda parameter: parameter.value, QuantizeOptions())
-    marks = trees.marks_of(parameters, choice, weights)
+    return trees.marks_of(parameters, choice, weights)
+
+
+def inputs_of(
+    needed: str,
+    apply: Callable[..., Any],
+    params: Params,
+    batches: Iterable[Any],
+    choice: trees.Choice,
+) -> dict[str, jax.Array]:
+    """A statistic of the inputs of each target that has inputs, joined over the batches."""
+    statistic, join = _STATISTICS[needed]
+    parameters = trees.parameters_of(params)
+    marks = _marks(parameters, choice)
     shapes = {p.path: choice.opened(p).value.shape for p in itertools.compress(parameters, marks)}
 
     def total(sums: dict[str, jax.Array], batch: Sequence[Any]) -> jax.Array:
@@ -153,9 +181,7 @@ def _collect(
             found = new if found is None else jax.tree.map(join, found, new)
     if found is None:
         raise ValueError("batches: expected at least one, got none")
-    seen = {path: x for path, x in found.items() if bool((x != 0).any())}
-    _warn_of_unseen([path for path in shapes if path not in seen], len(shapes))
-    return seen
+    return {path: x for path, x in found.items() if bool((x != 0).any())}
 
 
 def _total(outputs: Any) -> jax.Array:
@@ -172,8 +198,10 @@ def _warn_of_unseen(unseen: list[str], count: int) -> None:
         warn_caller(
             f"inputs of {len(unseen)} of {count} weights were not seen: the model does not use them as "
             "x @ w, w [n, m], in a differentiable way (tables that are looked up do not count; weights "
-            "of more axes in an einsum do with matrix_axes=), or all inputs were zero: "
-            f"{shown(unseen, most=10)}. Leave them out by exclude="
+            "of more axes in an einsum do after hki.prepare(model, params, *args)), or all inputs were "
+            f"zero: {shown(unseen, most=10)}. quantize_with_inputs leaves them dense; then "
+            "quantize_params(params, exclude=...) rounds them without inputs. exclude= of this call "
+            "leaves them out without this warning"
         )
 
 
@@ -228,7 +256,7 @@ def quantize_with_inputs(
       >>> error(hki.quantize_with_inputs(params, inputs, method='awq')) < 0.9 * rounded
       True
     """
-    chosen, numbers = _parsed(method)
+    chosen, numbers = parsed(method)
     default: QuantizeArguments = dict(dtype="int4", calibration="mse")
     how = QuantizeOptions.of(options, default, rules=rules is not None)
     if how.axis != -2:
@@ -361,7 +389,7 @@ _METHODS = {
 }
 
 
-def _parsed(method: str) -> tuple[_Method, tuple[float, ...]]:
+def parsed(method: str) -> tuple[_Method, tuple[float, ...]]:
     """The method of a name, and the numbers after the comma."""
     known = {name: known.numbers for name, known in _METHODS.items()}
     name, numbers = options.parse("method", method, known)

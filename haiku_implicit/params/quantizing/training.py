@@ -10,7 +10,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.arrays.probe import Use
+from haiku_implicit.arrays.uses import Use
 from haiku_implicit.core.keys import as_key_source
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets

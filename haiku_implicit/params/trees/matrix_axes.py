@@ -28,7 +28,7 @@ class MatrixAxes(NamedTuple):
 
 # Axes by the path (`module/name`) of a parameter, or a regular expression that matches all of it.
 MatrixAxesOf = Mapping[str, MatrixAxes | Sequence[Sequence[int]]]
-_LAST_TWO = MatrixAxes((-2,), (-1,))
+LAST_TWO = MatrixAxes((-2,), (-1,))
 
 
 class Opened(NamedTuple):
@@ -63,7 +63,7 @@ def open_matrix(path: str, value: Array, given: MatrixAxesOf | None = None) -> O
     if isinstance(value, MatrixView):
         return Opened(value.matrix, value.axes)
     axes = _given_for(path, given or {})
-    if axes is None or (axes == _LAST_TWO and is_implicit(value)):
+    if axes is None or (axes == LAST_TWO and is_implicit(value)):
         return Opened(value, None)
     with errors_name(path, value):
         if is_implicit(value):

@@ -34,6 +34,11 @@ class Room(NamedTuple):
     rank_of: Callable[[str], int]
     room_of: Callable[[str, tuple[int, ...]], int]
 
+    @property
+    def of_each(self) -> str:
+        """The new thing that each matrix of a stack has, in words."""
+        return "an adapter"
+
     def suits(self, module_name: str, name: str, value: Array) -> bool:
         """Whether a parameter is a dense or quantized weight."""
         held = isinstance(value, QuantizedMatrix | ScaledMatrix) or not is_implicit(value)
@@ -50,16 +55,16 @@ class Room(NamedTuple):
         rank = self.rank_of("")
         return (
             f"a weight with room for LoRA of rank {rank} that is dense or quantized (those of other "
-            "types have to be named by targets=; infer_matrix_axes finds the axes of weights of more "
-            "than two, for matrix_axes=)"
+            "types have to be named by targets=; matrix_axes= says which axes make the matrix of a "
+            "weight of more than two, and hki.prepare(model, params, *args) finds them)"
         )
 
     def told(self, left: Sequence[Parameter]) -> str:
         """The warning about weights without room."""
         what = "1 weight gets" if len(left) == 1 else f"{len(left)} weights get"
         axes = (
-            " infer_matrix_axes(apply, params, *args) finds which axes make one matrix of a weight of "
-            "more than two, for matrix_axes=."
+            " params = hki.prepare(model, params, *args) finds which axes make one matrix of a weight "
+            "of more than two."
             if _of_many_axes(left)
             else ""
         )
@@ -144,22 +149,28 @@ class QuantizeOptions:
         return length % group == 0 and rows % tile == 0
 
     @property
+    def of_each(self) -> str:
+        """The new thing that each matrix of a stack has, in words."""
+        return "scales"
+
+    @property
     def wanted(self) -> str:
         """The default targets in words, for errors."""
         size = self.divisor
         if not size or isinstance(size, str):
             return "a dense weight"
         return (
-            f"a dense weight whose axis {self.axis} is divided by {size} (matrix_axes= says which axes "
-            "make the matrix of a weight of more than two)"
+            f"a dense weight whose axis {self.axis} is divided by {size} (matrix_axes= says which "
+            "axes make the matrix of a weight of more than two, and hki.prepare(model, params, *args) "
+            "finds them)"
         )
 
     def told(self, left: Sequence[Parameter]) -> str:
         """The warning about weights that the groups do not divide."""
         axis, size = self.axis, self.divisor
         what = "1 weight stays" if len(left) == 1 else f"{len(left)} weights stay"
-        axes = "; matrix_axes= makes a matrix of more than two axes" if _of_many_axes(left) else ""
-        axes += " (infer_matrix_axes finds it)" if axes else ""
+        axes = "; hki.prepare(model, params, *args) finds matrices in weights of more than two axes"
+        axes = axes if _of_many_axes(left) else ""
         fitting = ""
         if isinstance(size, int):
             common = math.gcd(size, *(p.value.shape[axis] for p in left))

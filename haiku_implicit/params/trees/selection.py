@@ -1,6 +1,7 @@
 """Parameters: which are weights (the default of `targets`), and how errors describe a parameter."""
 
 import contextlib
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -94,6 +95,16 @@ def is_complex_weight(module_name: str, name: str, value: Array) -> bool:
 def stacked_axes(module_name: str) -> int:
     """The number of leading axes that `hk.experimental.layer_stack` adds to a stored parameter."""
     return 0 if is_one_of_many() else module_name.count("__layer_stack_")
+
+
+def is_unsaid_stack(parameter: Parameter) -> bool:
+    """Whether a dense weight is taken as a stack of matrices, without a sign that it is one.
+
+    The axes of `layer_stack` and the modules of Haiku's convolutions are such signs.
+    """
+    shape = parameter.value.shape[parameter.stacked :]
+    is_kernel = "conv" in parameter.module_name.rpartition("/")[2].lower()
+    return not is_implicit(parameter.value) and math.prod(shape[:-2]) > 1 and not is_kernel
 
 
 def in_tree(predicate: Predicate) -> Predicate:

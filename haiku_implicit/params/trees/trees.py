@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,16 +10,17 @@ from typing import Any, NamedTuple
 import jax
 
 from haiku_implicit.arrays.adapter import kinds
+from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_no_half, check_values, is_implicit
-from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Predicate, Targets, check_paths, no_match, predicate_of
 from haiku_implicit.core.typing import Array, Params, Tree
 from haiku_implicit.params.trees import selection
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf, check_given, open_matrix
 from haiku_implicit.params.trees.one_by_one import is_news, is_one_of_many
 from haiku_implicit.params.trees.options import QuantizeOptions, Room, named
-from haiku_implicit.params.trees.selection import Parameter
+from haiku_implicit.params.trees.selection import Parameter, is_unsaid_stack
 from haiku_implicit.quantized.products.rules import (
     OP_NAMES,
     QuantRule,
@@ -193,14 +195,15 @@ class Edit(NamedTuple):
       takes: the default targets; None if `targets` has to choose.
       nothing: the error if no parameter is chosen, by the parameters of a tree and the choice.
       fits: whether a chosen parameter is changed; None for all of them.
-      warn: warns of correct but unexpected results, by the parameters of a tree and the choice.
+      warn: warns of correct but unexpected results, by the parameters of a tree, whether each is
+        changed, and the choice.
     """
 
     make: Make
     takes: Predicate | None = None
     nothing: Callable[[Parameters, Choice], ValueError] | None = None
     fits: Callable[[Parameter], bool] | None = None
-    warn: Callable[[Parameters, Choice], None] | None = None
+    warn: Callable[[Parameters, Sequence[bool], Choice], None] | None = None
 
 
 # The default targets of an edit of weights: those that suit it, and that fit its options.
@@ -214,7 +217,8 @@ def of_weights(make: Make, default: Weights) -> Edit:
         return default.suits(*of) and default.fits(*of)
 
     nothing = functools.partial(nothing_chosen, wanted=default.wanted)
-    return Edit(make, takes, nothing, warn=functools.partial(warn_of_others, default=default))
+    warn = functools.partial(warn_of_others, default=default, of_each=default.of_each)
+    return Edit(make, takes, nothing, warn=warn)
 
 
 def replace_targets(params: Params, choice: Choice, edit: Edit) -> Params:
@@ -223,7 +227,7 @@ def replace_targets(params: Params, choice: Choice, edit: Edit) -> Params:
     marks = marks_of(parameters, choice, edit)
     new = map_marked(params, marks, on_matrix(edit.make, choice.matrix_axes))
     if edit.warn is not None:
-        edit.warn(parameters, choice)
+        edit.warn(parameters, marks, choice)
     return new
 
 
@@ -243,42 +247,105 @@ def nothing_chosen(parameters: Parameters, choice: Choice, wanted: str = "") -> 
     check_whole_tree(parameters)
     number = sum(selection.is_complex_weight(*p[:3]) for p in parameters)
     if choice.targets is None:
-        _check_not_done(parameters)
+        wanted += _check_not_done(parameters)
         if number:
             wanted += f" (complex weights, of which there are {number}, are not supported)"
     return no_match("targets", choice.targets, [p.path for p in parameters], wanted=wanted)
 
 
-def warn_of_others(parameters: Parameters, choice: Choice, default: Weights | None = None) -> None:
-    """Warns once of the weights that `targets=None` leaves out, unless `exclude` names them.
+def warn_of_others(
+    parameters: Parameters,
+    marks: Sequence[bool],
+    choice: Choice,
+    default: Weights | None = None,
+    of_each: str | None = None,
+) -> None:
+    """Warns once of weights that are changed or left out in another way than people may expect.
 
-    These are complex weights, and weights that do not fit the options of the default.
+    These are the changed weights that may not be the stacks of matrices that they are taken for, and
+    those that `targets=None` leaves out, unless `exclude` names them: complex weights, and weights that
+    do not fit the options of the default.
+
+    Args:
+      parameters: those of a tree.
+      marks: whether each is changed.
+      choice: the arguments that chose them.
+      default: the default targets.
+      of_each: the new thing that each matrix of a stack has; None to accept all stacks.
     """
-    if choice.targets is not None:
-        return
-    lenient, sentences = choice._replace(missing_ok=True), []
-    if default is not None:
-        left = lenient.chosen(parameters, lambda *p: default.suits(*p) and not default.fits(*p))
-        if left and is_news(type(default).__name__):
-            sentences.append(default.told(left))
-    of_complex = lenient.chosen(parameters, selection.is_complex_weight)
-    if of_complex and is_news("complex"):
-        names = named(of_complex)
-        sentences.append(f"complex weights are not supported, and stay as they are: {names}")
+    sentences = _told_of_stacks(parameters, marks, choice, of_each) if of_each else []
+    if choice.targets is None:
+        lenient = choice._replace(missing_ok=True)
+        if default is not None:
+            left = lenient.chosen(parameters, lambda *p: default.suits(*p) and not default.fits(*p))
+            if left and is_news(type(default).__name__):
+                sentences.append(default.told(left))
+        of_complex = lenient.chosen(parameters, selection.is_complex_weight)
+        if of_complex and is_news("complex"):
+            names = named(of_complex)
+            sentences.append(f"complex weights are not supported, and stay as they are: {names}")
     if sentences:
         warn_caller(". ".join(sentences))
 
 
-def _check_not_done(parameters: Parameters) -> None:
-    """Raises if all weights are implicit already, as in a second call."""
-    done = [p for p in parameters if selection.is_weight(*p[:3])]
-    if done and all(is_implicit(p.value) for p in done):
-        first = done[0]
+def _told_of_stacks(
+    parameters: Parameters, marks: Sequence[bool], choice: Choice, of_each: str
+) -> list[str]:
+    """The warning about weights that are taken as stacks of matrices, though nothing says so."""
+    found = stacks_in(parameters, marks, choice)
+    if not found or not is_news("stacks"):
+        return []
+    what = "1 weight" if len(found) == 1 else f"{len(found)} weights"
+    names = shown([_as_matrices(p) for p in found], most=3)
+    way_out = "begin with params = hki.prepare(model, params, *args), or give matrix_axes="
+    if is_one_of_many():  # out of a model that makes or reads them
+        way_out = "say which by matrix_axes=, such as {'.*/query_w': ([-3], [-2, -1])}"
+    return [
+        f"nothing says which axes of {what} make a matrix, so that each counts as a stack of matrices, "
+        f"with {of_each} for each matrix: {names}. If the model multiplies more axes as one matrix, "
+        f"{way_out}. If they are stacks, give matrix_axes={{}}"
+    ]
+
+
+def stacks_in(parameters: Parameters, marks: Sequence[bool], choice: Choice) -> list[Parameter]:
+    """The marked weights that are taken as stacks of matrices, though nothing says so.
+
+    `matrix_axes` of any value says so for all of them, and a `MatrixView` in the tree, too: `prepare`
+    makes one of each weight that has more than two axes and is a matrix. A parameter `[..., m]` in the
+    module of a weight `[..., n, m]` has the same stacked axes, as a bias for each matrix.
+    """
+    if choice.matrix_axes is not None or any(isinstance(p.value, MatrixView) for p in parameters):
+        return []
+    shapes = {(p.module_name, tuple(p.value.shape)) for p in parameters}
+
+    def has_biases(p: Parameter) -> bool:
+        *lead, _, m = p.value.shape
+        return (p.module_name, (*lead, m)) in shapes
+
+    marked = itertools.compress(parameters, marks)
+    return [p for p in marked if is_unsaid_stack(p) and not has_biases(p)]
+
+
+def _as_matrices(p: Parameter) -> str:
+    *lead, n, m = p.value.shape[p.stacked :]
+    return f"{p.path} ({selection.describe(p.value)} as {math.prod(lead):,} matrices of {n} x {m})"
+
+
+def _check_not_done(parameters: Parameters) -> str:
+    """Raises if all weights are implicit already, as in a second call; says if some of them are."""
+    weights = [p for p in parameters if selection.is_weight(*p[:3])]
+    done = [p for p in weights if is_implicit(p.value)]
+    if not done:
+        return ""
+    first = done[0]
+    if len(done) == len(weights):
         raise ValueError(
             f"targets: all {len(done)} weights are implicit already; {first.path} is "
-            f"{selection.describe(first.value)}. merge_lora and dequantize_params make them dense; "
+            f"{selection.describe(first.value)}. merge_lora and materialize make them dense; "
             "targets= names those of other types that are to be changed"
         )
+    kind = selection.describe(first.value)
+    return f" (already implicit: {len(done)}, such as {first.path}, {kind})"
 
 
 # --- by rules ------------------------------------------------------------------------------------
@@ -355,8 +422,10 @@ def by_rules(
     def nothing(parameters: Parameters, choice: Choice) -> ValueError:
         return _no_weights(rules, parameters, weights(parameters, choice))
 
-    def warn(parameters: Parameters, choice: Choice) -> None:
-        warn_of_others(parameters, choice)
+    def warn(parameters: Parameters, marks: Sequence[bool], choice: Choice) -> None:
+        # Rules for each product (`rules_of`) take the axes from the products.
+        of_each = "scales" if decide is rule_of else None
+        warn_of_others(parameters, marks, choice, of_each=of_each)
         found = weights(parameters, choice)
         if any(map(fits, found)) and not is_one_of_many():
             warn_of_unused(rules, [p.module_name for p in found])
