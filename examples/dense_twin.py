@@ -21,6 +21,7 @@ import tqdm
 
 import haiku_implicit as hki
 from errors import InputError
+from haiku_implicit import mox
 
 LIMIT = 64_000  # bytes: smaller arrays may become dense
 
@@ -57,6 +58,17 @@ def modules_of(repo: str | None, names: list[str], folder: str = "src") -> list[
         ) from error
 
 
+def with_products_for_cpus(transformed: Any, params: Any, state: Any, args: Any) -> Any:
+    """Replaces the model's bfloat16 products, which XLA lacks on CPUs, by ordinary ones."""
+    made = mox.make_mox(transformed)(*args, params=params, state=state)
+    for node in made.query('//dot_general[@precision="BF16_BF16_F32"]'):
+        options = {**node.eqn.params, "precision": None}
+        made = made.sub(
+            node, lambda x, y, options=options: jax.lax.dot_general_p.bind(x, y, **options)
+        )
+    return mox.to_transformed(made)
+
+
 # --- weights ----------------------------------------------------------------------------------------
 
 
@@ -79,6 +91,15 @@ def random_params(transformed: Any, *args: Any) -> tuple[Any, Any]:
         return jnp.asarray(1 + noise / 10, x.dtype)
 
     return jax.tree.map(values, shapes), jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), state)
+
+
+def read_weights(folder: str) -> Any:
+    """Reads the parameters and the state of a checkpoint, as AlphaGenome reads them."""
+    (ocp,) = modules_of(None, ["orbax.checkpoint"])
+    try:
+        return ocp.StandardCheckpointer().restore(folder)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--weights: {error}") from error
 
 
 def params_from(weights: Mapping[str, Mapping[str, Any]], shapes: Any) -> dict[str, Any]:
