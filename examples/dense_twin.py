@@ -209,7 +209,7 @@ def measured(part: Part, name: str, params: Any, runs: int) -> Row:
 
     def loss(apply: Any, factors: Any, frozen: Any, *args: Any) -> jax.Array:
         out = jax.tree.leaves(apply(hki.combine(factors, frozen), *args))
-        return sum(jnp.mean(x.astype(jnp.float32) ** 2) for x in out)
+        return jnp.stack([jnp.mean(x.astype(jnp.float32) ** 2) for x in out]).sum()
 
     def twin(params: Any, *args: Any) -> Any:
         return dense(hki.materialize(params), *args)

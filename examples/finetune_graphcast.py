@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 import graphcast_demo
 import haiku_implicit as hki
+import presets
 import training_costs
 from errors import InputError, main_of
 from graphcast_demo import Demo, Params, Window
@@ -89,18 +90,16 @@ def base_of(params: Params, form: str) -> Params:
     """Returns the weights in the form that stays frozen."""
     if form == "float32":
         return params
-    return hki.quantize_params(params, dtype=form)
+    return hki.quantize_params(params, dtype=form, targets=presets.read("graphcast").quantized)
 
 
 def with_lora(params: Params) -> Params:
     """Adds LoRA to all matrices, except those of an edge's four features."""
+    targets = presets.read("graphcast").adapters["lora"]
     try:
-        return hki.add_lora(params, jax.random.key(0), rank=_RANK.value, exclude=FEATURES_OF_EDGES)
+        return hki.add_lora(params, jax.random.key(0), rank=_RANK.value, targets=targets)
     except ValueError as error:
-        raise InputError(f"--rank: {error}") from error
-
-
-FEATURES_OF_EDGES = ".*/encoder_edges_.*/linear_0/w"
+        raise InputError(f"--rank={_RANK.value}: {error}") from error
 
 
 def train(demo: Demo) -> None:
@@ -169,7 +168,7 @@ def compare(demo: Demo) -> None:
         apart, twin = (functools.partial(demo.gradients, m) for m in (model, merged))
         forms[name] = Form(apart, trained, (window,), f"{name}, merged")
         forms[f"{name}, merged"] = Form(twin, trained, (window,))
-    training_costs.compare(forms, _RUNS.value, rtol=None if _BFLOAT16.value else 1e-4)
+    training_costs.compare(forms, _RUNS.value, rtol=None if _BFLOAT16.value else 1e-3)
 
 
 def by_hand(

@@ -7,7 +7,7 @@ The common part of the scripts that fine-tune whole models: `finetune_graphcast.
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +67,8 @@ def compare(forms: Mapping[str, Form], runs: int, rtol: float | None) -> None:
         cost, compiled = measure(forms[name])
         costs[name].append(cost)
         if number == 0:
-            _, gradients[name] = compiled(forms[name].trained, *forms[name].args)
+            results = compiled(forms[name].trained, *forms[name].args)
+            _, gradients[name] = jax.block_until_ready(results)
     off = {
         name: (norm_of_difference if rtol is None else dense_twin.difference)(
             gradients[name], gradients[form.twin]
@@ -75,7 +76,7 @@ def compare(forms: Mapping[str, Form], runs: int, rtol: float | None) -> None:
         for name, form in forms.items()
         if form.twin is not None
     }
-    show({name: Cost(*map(min, zip(*own, strict=True))) for name, own in costs.items()}, off)
+    show({name: best_of(own) for name, own in costs.items()}, off)
     limit = 2 * next(iter(off.values())) if rtol is None else rtol
     if max(off.values()) > limit:
         raise AssertionError(f"gradients are off by {max(off.values()):.1e}, more than {limit:.1e}")
@@ -83,6 +84,7 @@ def compare(forms: Mapping[str, Form], runs: int, rtol: float | None) -> None:
 
 def measure(form: Form) -> tuple[Cost, Any]:
     """Traces, lowers and compiles a step; returns the costs and the program."""
+    jax.block_until_ready((form.trained, form.args))
     jax.clear_caches()
     times = [time.process_time()]
     traced = trace(form)
@@ -91,8 +93,18 @@ def measure(form: Form) -> tuple[Cost, Any]:
     times.append(time.process_time())
     compiled = lowered.compile()
     times.append(time.process_time())
-    seconds = (after - before for before, after in itertools.pairwise(times))
-    return Cost(*seconds, compiled.memory_analysis().temp_size_in_bytes), compiled
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return Cost(seconds[0], seconds[1], seconds[2], temporaries), compiled
+
+
+def best_of(costs: Sequence[Cost]) -> Cost:
+    return Cost(
+        trace=min(cost.trace for cost in costs),
+        lower=min(cost.lower for cost in costs),
+        compile=min(cost.compile for cost in costs),
+        temporaries=costs[0].temporaries,
+    )
 
 
 def trace(form: Form) -> Any:
@@ -119,7 +131,7 @@ def show(costs: Mapping[str, Cost], off: Mapping[str, float]) -> None:
     titles = ("trace s", "lower s", "compile s", "temporary MB")
     print(f"\n{'':22}{''.join(f'{title:>15}' for title in titles)}{'gradients':>11}")
     for name, cost in costs.items():
-        factors = [value / one for value, one in zip(cost, first, strict=True)]
+        factors = [value / one if one else 1.0 for value, one in zip(cost, first, strict=True)]
         values = [f"{x:.2f}" for x in cost[:3]] + [f"{cost.temporaries / 1e6:.1f}"]
         columns = (f"{x:>8} ({f:.2f})" for x, f in zip(values, factors, strict=True))
         error = f"{off[name]:.1e}" if name in off else ""
