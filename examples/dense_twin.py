@@ -113,19 +113,40 @@ def params_from(weights: Mapping[str, Mapping[str, Any]], shapes: Any) -> dict[s
     """
     found: dict[str, Any] = {}
     for module, entries in shapes.items():
-        own = module.split("/")
-        end = "/" + "/".join(own[1:] if own[0].startswith("__layer_stack") else own)
-        there = [path for path in weights if f"/{path}".endswith(end)]
-        if len(there) != 1:
-            raise InputError(f"--weights: {len(there)} modules are called ...{end}, expected one")
+        there = module_with_end(weights, module)
         found[module] = {}
         for name, x in entries.items():
-            value = weights[there[0]].get(name)
+            value = weights[there].get(name)
             if value is None or value.shape[1:] != x.shape[1:] or len(value) < len(x):
                 shape = "missing" if value is None else value.shape
-                raise InputError(f"--weights: {there[0]}/{name} is {shape}, expected {x.shape}")
+                raise InputError(f"--weights: {there}/{name} is {shape}, expected {x.shape}")
             found[module][name] = jnp.asarray(value[: len(x)], x.dtype)
     return found
+
+
+def module_with_end(weights: Mapping[str, Any], module: str) -> str:
+    """Returns the name in a whole model of a part's module.
+
+    Raises:
+      InputError: if there is not exactly one.
+    """
+    own = module.split("/")
+    end = "/" + "/".join(own[1:] if own[0].startswith("__layer_stack") else own)
+    there = [path for path in weights if f"/{path}".endswith(end)]
+    if len(there) != 1:
+        raise InputError(f"--weights: {len(there)} modules are called ...{end}, expected one")
+    return there[0]
+
+
+def with_params(weights: Mapping[str, Mapping[str, Any]], params: Any) -> dict[str, dict[str, Any]]:
+    """Puts the parameters of a part back into the whole model's, of which `params_from` took them."""
+    whole = {module: dict(entries) for module, entries in weights.items()}
+    for module, entries in params.items():
+        there = module_with_end(whole, module)
+        for name, new in entries.items():
+            value = jnp.asarray(whole[there][name])
+            whole[there][name] = value.at[: len(new)].set(new.astype(value.dtype))
+    return whole
 
 
 # --- the comparison ---------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def compare(demo: Demo) -> None:
             hand = functools.partial(by_hand, demo)
             forms["by hand"] = Form(hand, trained, (demo.params, window), f"{name}, merged")
         # The line that chooses: this model adds the corrections to the weights inside the loss.
-        merged = dense._replace(apply=merging(dense, model))
+        merged = dense._replace(apply=training_costs.merging(dense, model))
         apart, twin = (functools.partial(demo.gradients, m) for m in (model, merged))
         forms[name] = Form(apart, trained, (window,), f"{name}, merged")
         forms[f"{name}, merged"] = Form(twin, trained, (window,))
@@ -199,15 +199,6 @@ def by_hand(
             return dense.apply(params, *args)
 
     return demo.gradients(dense._replace(apply=apply), trained, window)
-
-
-def merging(dense: hk.TransformedWithState, model: Any) -> Any:
-    """Returns an `apply` of the trained arrays that makes all weights dense first."""
-
-    def apply(trained: Params, *args: Any) -> Any:
-        return dense.apply(hki.materialize(model.params(trained)), *args)
-
-    return apply
 
 
 def nudged(trained: Params) -> Params:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import haiku as hk
 import jax
 import optax
 import tqdm
@@ -118,6 +119,20 @@ def trace(form: Form) -> Any:
     if any(event.nbytes > dense_twin.LIMIT for event, _ in report):
         raise AssertionError(f"arrays became dense:\n{report}")
     return traced
+
+
+def merging(dense: hk.TransformedWithState, model: Any) -> Callable[..., Any]:
+    """Returns an `apply` of the arrays that a frozen model trains, which makes all weights dense first.
+
+    Args:
+      dense: the model as it was before `hki.freeze`.
+      model: the frozen model.
+    """
+
+    def apply(trained: Any, *args: Any) -> Any:
+        return dense.apply(hki.materialize(model.params(trained)), *args)
+
+    return apply
 
 
 def norm_of_difference(got: Any, want: Any) -> float:
