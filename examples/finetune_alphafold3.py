@@ -58,6 +58,8 @@ _RUNS = flags.DEFINE_integer("runs", 3, "How often costs are measured.", lower_b
 STRUCTURES = 4
 TARGET_FEATURES = 447
 SIGMA_DATA = 16.0  # of the model's own module, too
+# Of gradients in float32: rounding alone changes them by a hundredth, as random layers amplify it.
+RTOL = 2e-2
 Params = Mapping[str, Mapping[str, Any]]
 
 
@@ -358,7 +360,7 @@ def compare(library: Library, dense: hk.TransformedWithState, params: Params) ->
             gradients = functools.partial(gradients_of, own)
             twin_name = None if suffix else f"{name}, merged"
             forms[name + suffix] = Form(gradients, trained, (example_of(0),), twin_name)
-    training_costs.compare(forms, _RUNS.value, rtol=5e-3 if _DTYPE.value == "float32" else None)
+    training_costs.compare(forms, _RUNS.value, rtol=RTOL if _DTYPE.value == "float32" else None)
 
 
 if __name__ == "__main__":
