@@ -13,7 +13,7 @@ import contextlib
 import functools
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -192,20 +192,23 @@ def classes_of(ids: np.ndarray, count: int) -> np.ndarray:
 
 def forward_of(library: Library) -> hk.TransformedWithState:
     """The model with its loss. `get_forward_fn` is for heads alone: it stops gradients at the trunk."""
-    metadata = metadata_of(library)
     if _METHOD.value == "heads":
-        return library.finetune.get_forward_fn(metadata, _POLICY.value)
-    policy = jmp.get_policy(_POLICY.value)
+        return library.finetune.get_forward_fn(metadata_of(library), _POLICY.value)
+    return hk.transform_with_state(loss_of(library))
 
-    @hk.transform_with_state
-    def forward(batch: Any) -> Any:
+
+def loss_of(library: Library) -> Callable[[Any], Any]:
+    """The function of a batch that `forward_of` transforms."""
+    metadata, policy = metadata_of(library), jmp.get_policy(_POLICY.value)
+
+    def loss(batch: Any) -> Any:
         with (
             hk.mixed_precision.push_policy(library.model.AlphaGenome, policy),
             hk.intercept_methods(checkpointed),
         ):
             return library.model.AlphaGenome(metadata).loss(batch)
 
-    return forward
+    return loss
 
 
 def checkpointed(call: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
@@ -260,6 +263,10 @@ def with_name_of_flags(function: Any, *args: Any, **options: Any) -> Any:
         return function(*args, **options)
     except ValueError as error:
         raise InputError(f"--method={_METHOD.value}, --rank={_RANK.value}: {error}") from error
+
+
+def rank() -> int:
+    return _RANK.value
 
 
 def optimizer() -> optax.GradientTransformation:

@@ -166,6 +166,22 @@ def test_memory_by_method(flags):
     assert all(row[-1] == "s" for row in rows.values())
 
 
+@pytest.mark.slow
+def test_the_program_is_as_by_hand():
+    """LoRA of this library takes the memory of LoRA that is written into the model."""
+    own = [f"--repo={STAND_IN}", "--rank=4", "--rounds=1"]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.alphagenome_by_hand", *own],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    ratios = {x.split("by hand")[0].strip(): float(x.split()[-1]) for x in run.stdout.splitlines()}
+    assert set(ratios) == {"traced", "lowered", "compiled", "MB of temporaries"}
+    assert 0.9 < ratios["MB of temporaries"] < 1.1 and ratios["compiled"] < 2
+
+
 def last_loss(text):
     return re.findall(r"step \d+: loss (\S+)", text)[-1]
 
