@@ -61,10 +61,10 @@ def modules_of(repo: str | None, names: list[str], folder: str = "src") -> list[
 def with_products_for_cpus(transformed: Any, params: Any, state: Any, args: Any) -> Any:
     """Replaces the model's bfloat16 products, which XLA lacks on CPUs, by ordinary ones."""
     made = mox.make_mox(transformed)(*args, params=params, state=state)
-    for node in made.query('//dot_general[@precision="BF16_BF16_F32"]'):
-        options = {**node.eqn.params, "precision": None}
+    while nodes := made.query('//dot_general[@precision="BF16_BF16_F32"]'):
+        options = {**nodes[0].eqn.params, "precision": None}
         made = made.sub(
-            node, lambda x, y, options=options: jax.lax.dot_general_p.bind(x, y, **options)
+            nodes[0], lambda x, y, options=options: jax.lax.dot_general_p.bind(x, y, **options)
         )
     return mox.to_transformed(made)
 

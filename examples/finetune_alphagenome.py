@@ -9,10 +9,11 @@ The weights are random, or yours (`--weights`); the data are made: random DNA, a
     python examples/finetune_alphagenome.py --repo=PATH --method=lora --steps=40 --resume --export=OUT
 """
 
+import contextlib
 import functools
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -29,6 +30,11 @@ import haiku_implicit as hki
 import presets
 from errors import InputError, main_of
 
+# Classes of the model's blocks, for `--checkpoint_blocks`.
+BLOCKS = (
+    *("DnaEmbedder", "DownResBlock", "UpResBlock", "MHABlock", "MLPBlock"),
+    *("AttentionBiasBlock", "PairUpdateBlock", "OutputEmbedder"),
+)
 METHODS = {"full": None, "heads": None, "lora": None, "int8": "int8", "nf4": "nf4"}
 MOTIFS = ("GTAAG", "CTTAC", "TTCAG", "CTGAA")  # of the classes of splice sites
 
@@ -46,6 +52,9 @@ _TRACKS = flags.DEFINE_integer("tracks", 2, "Tracks of a head other than splice_
 _LENGTH = flags.DEFINE_integer("length", 2048, "Bases of a sequence, a multiple of 2048.", 2048)
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Sequences in a batch.", lower_bound=1)
 _RANK = flags.DEFINE_integer("rank", 8, "Rank of the factors.", lower_bound=1)
+_REMAT = flags.DEFINE_bool(
+    "checkpoint_blocks", False, "Compute each block again in the backward pass, to save memory."
+)
 _GROUP = flags.DEFINE_integer("group_size", 64, "Weights that share a scale, of nf4.", 1)
 _STEPS = flags.DEFINE_integer("steps", 20, "Training steps in all.", lower_bound=0)
 _SAVE_EVERY = flags.DEFINE_integer("save_every", 10, "Steps between saves.", lower_bound=1)
@@ -90,18 +99,23 @@ def run() -> None:
     saved = load_saved() if _RESUME.value else None
     model, tuned = frozen_model(forward, base, saved)
     del base
-    print(describe(model.params(tuned.trained)))
-    # A kernel that the model standardizes is summed with its adapter first, as in LoRA by hand.
-    with hki.materialization("allow"), hki.materialization_report() as report:
+    with kernels_may_be_summed() as report:
         if saved is None and _METHOD.value != "full":
             print(parity(forward, model, params, tuned.trained, state, first))
         del params
         tuned = train(library, model, tuned, state)
         if _EXPORT.value:
-            export(forward, model, tuned, state, first)
+            export(_EXPORT.value, forward, model, tuned, state, first)
     types = {event.type_name for event, _ in report} - {"LoCon"}
     if types:
         print(f"other weights than standardized kernels became dense: {', '.join(sorted(types))}")
+
+
+@contextlib.contextmanager
+def kernels_may_be_summed() -> Iterator[Any]:
+    """Allows a kernel that the model standardizes to become dense, as in LoRA by hand."""
+    with hki.materialization("allow"), hki.materialization_report() as report:
+        yield report
 
 
 def check_flags() -> None:
@@ -150,7 +164,7 @@ def batch_of(library: Library, step: int) -> Any:
     if _HEAD.value == "splice_sites":
         targets = {"splice_sites": np.eye(count, dtype=bool)[classes_of(ids, count)]}
     else:
-        peaks = sum(hits(ids, motif) for motif in MOTIFS)
+        peaks = np.sum([hits(ids, motif) for motif in MOTIFS], 0)
         counts = rng.poisson(0.1 + 5.0 * peaks[..., None], (*shape, count))
         targets = {_HEAD.value: counts.astype(np.float32)}
         targets[f"{_HEAD.value}_mask"] = np.ones((_BATCH.value, 1, count), bool)
@@ -178,17 +192,31 @@ def classes_of(ids: np.ndarray, count: int) -> np.ndarray:
 
 def forward_of(library: Library) -> hk.TransformedWithState:
     """The model with its loss. `get_forward_fn` is for heads alone: it stops gradients at the trunk."""
-    metadata = metadata_of(library)
     if _METHOD.value == "heads":
-        return library.finetune.get_forward_fn(metadata, _POLICY.value)
-    policy = jmp.get_policy(_POLICY.value)
+        return library.finetune.get_forward_fn(metadata_of(library), _POLICY.value)
+    return hk.transform_with_state(loss_of(library))
 
-    @hk.transform_with_state
-    def forward(batch: Any) -> Any:
-        with hk.mixed_precision.push_policy(library.model.AlphaGenome, policy):
+
+def loss_of(library: Library) -> Callable[[Any], Any]:
+    """The function of a batch that `forward_of` transforms."""
+    metadata, policy = metadata_of(library), jmp.get_policy(_POLICY.value)
+
+    def loss(batch: Any) -> Any:
+        with (
+            hk.mixed_precision.push_policy(library.model.AlphaGenome, policy),
+            hk.intercept_methods(checkpointed),
+        ):
             return library.model.AlphaGenome(metadata).loss(batch)
 
-    return forward
+    return loss
+
+
+def checkpointed(call: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
+    """Wraps the calls of the model's blocks in `hk.remat` if the flag says so."""
+    is_block = type(context.module).__name__ in BLOCKS and context.method_name == "__call__"
+    if not (is_block and _REMAT.value) or hk.running_init():
+        return call(*args, **kwargs)
+    return hk.remat(call)(*args, **kwargs)
 
 
 def pretrained(library: Library, batch: Any) -> tuple[hk.TransformedWithState, Any, Any]:
@@ -237,6 +265,10 @@ def with_name_of_flags(function: Any, *args: Any, **options: Any) -> Any:
         raise InputError(f"--method={_METHOD.value}, --rank={_RANK.value}: {error}") from error
 
 
+def rank() -> int:
+    return _RANK.value
+
+
 def optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(0.5), optax.adam(_RATE.value))
 
@@ -246,11 +278,12 @@ def frozen_model(forward: Any, base: hk.Params, saved: Mapping[str, Any] | None)
     adapted = _METHOD.value not in ("full", "heads")
     if saved is not None:
         base = hk.data_structures.merge(base, saved["dense"])
-    if adapted and saved is None:
-        base = with_adapters(base)
+        base = hki.set_adapter(base, saved["adapter"]) if adapted else base
     elif adapted:
-        base = hki.set_adapter(base, saved["adapter"])
+        base = with_adapters(base)
     whole = True if _METHOD.value == "full" else presets.read("alphagenome").trained_whole
+    if saved is None:
+        print(hki.summary(base, depth=2, trainable_dense=whole))
     model, trained = hki.freeze(forward, base, trainable_dense=whole)
     step, moments = (
         (0, optimizer().init(trained)) if saved is None else (saved["step"], saved["optimizer"])
@@ -294,12 +327,6 @@ def parity(forward: Any, model: Any, params: Any, trained: Any, state: Any, batc
     )
 
 
-def describe(params: hk.Params) -> str:
-    """Lists the bytes of weights, and how many numbers are trained."""
-    whole = True if _METHOD.value == "full" else presets.read("alphagenome").trained_whole
-    return str(hki.summary(params, depth=2, trainable_dense=whole))
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -333,7 +360,7 @@ def load_saved() -> dict[str, Any]:
     return saved | {name: hki.load(found[-1].with_name(f"{name}.safetensors")) for name in names}
 
 
-def export(forward: Any, model: Any, tuned: Tuned, state: Any, batch: Any) -> None:
+def export(path: str, forward: Any, model: Any, tuned: Tuned, state: Any, batch: Any) -> None:
     """Writes merged, plain parameters, and compares them with the tuned model."""
     (ocp,) = dense_twin.modules_of(None, ["orbax.checkpoint"])
     plain = hki.materialize(hki.merge_adapters(model.params(tuned.trained)))
@@ -341,7 +368,7 @@ def export(forward: Any, model: Any, tuned: Tuned, state: Any, batch: Any) -> No
         float(jax.jit(apply)(params, state, None, batch)[0][0])
         for apply, params in ((model.apply, tuned.trained), (forward.apply, plain))
     ]
-    folder = pathlib.Path(_EXPORT.value).expanduser().resolve()
+    folder = pathlib.Path(path).expanduser().resolve()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, (plain, state), force=True)
     print(f"{folder}: loss {losses[0]:.4f} with the adapter, {losses[1]:.4f} merged, without it")

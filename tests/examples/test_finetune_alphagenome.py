@@ -132,6 +132,11 @@ def test_the_forward_for_heads_gives_adapters_no_gradient(modules, batch):
         assert frozen != any(float(jnp.abs(x).max()) > 0 for x in jax.tree.leaves(grads))
 
 
+def test_a_preset_that_is_not_there():
+    with pytest.raises(ValueError, match="name: expected one of .*alphagenome.*, got 'none'"):
+        presets.read("none")
+
+
 def script(folder, *flags, ok=True):
     """Runs the script in a new process; returns what it printed."""
     always = [f"--repo={STAND_IN}", f"--folder={folder / 'tuned'}", "--rank=4", "--group_size=32"]
@@ -140,6 +145,41 @@ def script(folder, *flags, ok=True):
     )
     assert (run.returncode == 0) == ok, run.stderr
     return run.stdout if ok else run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--checkpoint_blocks"]])
+def test_memory_by_method(flags):
+    """Adapters have no moments for the trunk, and 8 bits take a quarter of the weights."""
+    own = [f"--repo={STAND_IN}", "--rank=4", "--methods=full,lora,int8", *flags, "--run"]
+    run = subprocess.run(
+        [sys.executable, SCRIPT.with_name("alphagenome_memory.py"), *own],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = {x.split()[0]: x.split()[1:] for x in run.stdout.splitlines() if " 2,048 " in x}
+    full, lora, int8 = ([float(x) for x in rows[name][1:6]] for name in ("full", "lora", "int8"))
+    assert full[1] > 1.9 * full[0] and lora[1] < 0.3 * full[1]
+    assert int8[0] < 0.7 * lora[0]
+    assert all(abs(sum(row[:4]) - row[4]) < 0.003 and row[3] > 0 for row in (full, lora, int8))
+    assert all(row[-1] == "s" for row in rows.values())
+
+
+@pytest.mark.slow
+def test_the_program_is_as_by_hand():
+    """LoRA of this library takes the memory of LoRA that is written into the model."""
+    own = [f"--repo={STAND_IN}", "--rank=4", "--rounds=1"]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.alphagenome_by_hand", *own],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    ratios = {x.split("by hand")[0].strip(): float(x.split()[-1]) for x in run.stdout.splitlines()}
+    assert set(ratios) == {"traced", "lowered", "compiled", "MB of temporaries"}
+    assert 0.9 < ratios["MB of temporaries"] < 1.1 and ratios["compiled"] < 2
 
 
 def last_loss(text):

@@ -269,7 +269,8 @@ def _if_large(parameter: trees.Parameter, new: Adapter) -> Iterator[str]:
     weight.
     """
     size, added = math.prod(parameter.value.shape), _numbers(new) - _numbers(new.w)
-    if len(parameter.value.shape) - parameter.stacked > 2 and added > size:
+    is_stack = len(parameter.value.shape) - parameter.stacked > 2 and new.core_ndim == 2
+    if is_stack and added > size:
         about = f"{describe(parameter.value)}: {added:,} numbers for {size:,}"
         yield f"{parameter.path} ({about})"
 
