@@ -16,7 +16,6 @@ from absl import app, flags
 
 import dense_twin
 from errors import main_of
-from haiku_implicit import mox
 
 _REPO = flags.DEFINE_string("repo", None, "Folder of a checkout; by default what is installed.")
 _WEIGHTS = flags.DEFINE_string(
@@ -30,21 +29,12 @@ _RUNS = flags.DEFINE_integer("runs", 3, "How often each program is timed.", lowe
 def run() -> None:
     """Compares each part with its dense twin."""
     (model,) = dense_twin.modules_of(_REPO.value, ["alphagenome_research.model.model"])
-    weights = read_weights(_WEIGHTS.value) if _WEIGHTS.value else None
+    weights = dense_twin.read_weights(_WEIGHTS.value) if _WEIGHTS.value else None
     models = parts_of(model)
     if unknown := set(_PARTS.value) - set(models):
         raise dense_twin.InputError(f"--parts: {', '.join(unknown)} is not of {', '.join(models)}")
     for name in _PARTS.value:
         show(name, *models[name], weights)
-
-
-def read_weights(folder: str) -> Any:
-    """Reads the parameters and the state of a checkpoint, as AlphaGenome reads them."""
-    (ocp,) = dense_twin.modules_of(None, ["orbax.checkpoint"])
-    try:
-        return ocp.StandardCheckpointer().restore(folder)
-    except (OSError, ValueError) as error:
-        raise dense_twin.InputError(f"--weights: {error}") from error
 
 
 def parts_of(model: Any) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
@@ -70,21 +60,10 @@ def show(name: str, model: Callable[..., Any], shapes: list[Any], weights: Any) 
     if weights is not None:
         params, state = map(dense_twin.params_from, weights, (params, state))
     if jax.default_backend() == "cpu":
-        transformed = with_products_for_cpus(transformed, params, state, args)
+        transformed = dense_twin.with_products_for_cpus(transformed, params, state, args)
     rest = (state, jax.random.PRNGKey(0), *args)
     part = dense_twin.Part(name, transformed, params, rest)
     dense_twin.compare(part, rtol=5e-3, runs=_RUNS.value)
-
-
-def with_products_for_cpus(transformed: Any, params: Any, state: Any, args: Any) -> Any:
-    """Replaces the model's bfloat16 products, which XLA lacks on CPUs, by ordinary ones."""
-    made = mox.make_mox(transformed)(*args, params=params, state=state)
-    for node in made.query('//dot_general[@precision="BF16_BF16_F32"]'):
-        options = {**node.eqn.params, "precision": None}
-        made = made.sub(
-            node, lambda x, y, options=options: jax.lax.dot_general_p.bind(x, y, **options)
-        )
-    return mox.to_transformed(made)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import tqdm
 
 import haiku_implicit as hki
 from errors import InputError
+from haiku_implicit import mox
 
 LIMIT = 64_000  # bytes: smaller arrays may become dense
 
@@ -34,13 +35,13 @@ class Part(NamedTuple):
     args: tuple[Any, ...]
 
 
-def modules_of(repo: str | None, names: list[str]) -> list[Any]:
-    """Imports modules, from the folder `src` of a checkout if one is given.
+def modules_of(repo: str | None, names: list[str], folder: str = "src") -> list[Any]:
+    """Imports modules, from a folder of a checkout if one is given.
 
     Raises:
       InputError: if there is no such folder, or something can't be imported.
     """
-    source = [str(pathlib.Path(repo).expanduser() / "src")] if repo else []
+    source = [str(pathlib.Path(repo).expanduser() / folder)] if repo else []
     if source and not pathlib.Path(source[0]).is_dir():
         raise InputError(f"--repo: there is no folder {source[0]}")
     # Without the folder of these scripts: their names hide the packages of the checkout.
@@ -55,6 +56,17 @@ def modules_of(repo: str | None, names: list[str]) -> list[Any]:
             f"{names[0]} could not be imported {where}: {error}. Give the folder of a checkout "
             "(--repo), and install what it depends on"
         ) from error
+
+
+def with_products_for_cpus(transformed: Any, params: Any, state: Any, args: Any) -> Any:
+    """Replaces the model's bfloat16 products, which XLA lacks on CPUs, by ordinary ones."""
+    made = mox.make_mox(transformed)(*args, params=params, state=state)
+    while nodes := made.query('//dot_general[@precision="BF16_BF16_F32"]'):
+        options = {**nodes[0].eqn.params, "precision": None}
+        made = made.sub(
+            nodes[0], lambda x, y, options=options: jax.lax.dot_general_p.bind(x, y, **options)
+        )
+    return mox.to_transformed(made)
 
 
 # --- weights ----------------------------------------------------------------------------------------
@@ -81,6 +93,15 @@ def random_params(transformed: Any, *args: Any) -> tuple[Any, Any]:
     return jax.tree.map(values, shapes), jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), state)
 
 
+def read_weights(folder: str) -> Any:
+    """Reads the parameters and the state of a checkpoint, as AlphaGenome reads them."""
+    (ocp,) = modules_of(None, ["orbax.checkpoint"])
+    try:
+        return ocp.StandardCheckpointer().restore(folder)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--weights: {error}") from error
+
+
 def params_from(weights: Mapping[str, Mapping[str, Any]], shapes: Any) -> dict[str, Any]:
     """Selects the parameters of a part from the parameters of the whole model.
 
@@ -92,19 +113,40 @@ def params_from(weights: Mapping[str, Mapping[str, Any]], shapes: Any) -> dict[s
     """
     found: dict[str, Any] = {}
     for module, entries in shapes.items():
-        own = module.split("/")
-        end = "/" + "/".join(own[1:] if own[0].startswith("__layer_stack") else own)
-        there = [path for path in weights if f"/{path}".endswith(end)]
-        if len(there) != 1:
-            raise InputError(f"--weights: {len(there)} modules are called ...{end}, expected one")
+        there = module_with_end(weights, module)
         found[module] = {}
         for name, x in entries.items():
-            value = weights[there[0]].get(name)
+            value = weights[there].get(name)
             if value is None or value.shape[1:] != x.shape[1:] or len(value) < len(x):
                 shape = "missing" if value is None else value.shape
-                raise InputError(f"--weights: {there[0]}/{name} is {shape}, expected {x.shape}")
+                raise InputError(f"--weights: {there}/{name} is {shape}, expected {x.shape}")
             found[module][name] = jnp.asarray(value[: len(x)], x.dtype)
     return found
+
+
+def module_with_end(weights: Mapping[str, Any], module: str) -> str:
+    """Returns the name in a whole model of a part's module.
+
+    Raises:
+      InputError: if there is not exactly one.
+    """
+    own = module.split("/")
+    end = "/" + "/".join(own[1:] if own[0].startswith("__layer_stack") else own)
+    there = [path for path in weights if f"/{path}".endswith(end)]
+    if len(there) != 1:
+        raise InputError(f"--weights: {len(there)} modules are called ...{end}, expected one")
+    return there[0]
+
+
+def with_params(weights: Mapping[str, Mapping[str, Any]], params: Any) -> dict[str, dict[str, Any]]:
+    """Puts the parameters of a part back into the whole model's, of which `params_from` took them."""
+    whole = {module: dict(entries) for module, entries in weights.items()}
+    for module, entries in params.items():
+        there = module_with_end(whole, module)
+        for name, new in entries.items():
+            value = jnp.asarray(whole[there][name])
+            whole[there][name] = value.at[: len(new)].set(new.astype(value.dtype))
+    return whole
 
 
 # --- the comparison ---------------------------------------------------------------------------------
@@ -188,7 +230,7 @@ def measured(part: Part, name: str, params: Any, runs: int) -> Row:
 
     def loss(apply: Any, factors: Any, frozen: Any, *args: Any) -> jax.Array:
         out = jax.tree.leaves(apply(hki.combine(factors, frozen), *args))
-        return sum(jnp.mean(x.astype(jnp.float32) ** 2) for x in out)
+        return jnp.stack([jnp.mean(x.astype(jnp.float32) ** 2) for x in out]).sum()
 
     def twin(params: Any, *args: Any) -> Any:
         return dense(hki.materialize(params), *args)

@@ -605,3 +605,34 @@ def test_the_key_of_init_does_not_matter():
     model, trained = hki.freeze(DENSE, on_int8(DENSE.init(jax.random.key(0), X)))
     for key in (jax.random.key(1), jax.random.key(2)):
         assert_same(model.init(key, X), trained)
+
+
+@pytest.mark.skipif(
+    compat.new_ref is None, reason="this JAX has no references outside of functions"
+)
+def test_a_step_of_placed_arrays_is_compiled_once():
+    """As docs/recipes.md says: JAX takes references, and all results with them, for placed arrays."""
+    counts, on = [0], [False]
+
+    def listen(name, *_, **__):
+        counts[0] += on[0] and name == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    found = {}
+    for placed in (False, True):
+        (loss, trained), _ = twins()
+        adam = optax.adam(1e-2)
+        args = trained, adam.init(trained)
+        args = jax.device_put(args, jax.devices()[0]) if placed else args
+
+        @jax.jit
+        def step(trained, state, adam=adam, loss=loss):
+            updates, state = adam.update(jax.grad(loss)(trained, X), state, trained)
+            return optax.apply_updates(trained, updates), state
+
+        counts[0], on[0] = 0, True
+        for _ in range(3):
+            args = step(*args)
+        on[0] = False
+        found[placed] = counts[0]
+    assert found == {False: 2, True: 1}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.arrays.adapter import Adapter, alpha_or, uniform
+from haiku_implicit.arrays.drawing import zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import FROZEN
@@ -44,7 +45,7 @@ class DoRA(Adapter):
     @classmethod
     def create(cls, w: Array, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
         *lead, n, m = w.shape
-        a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
+        a, b = uniform(key, (*lead, n, rank), w.dtype), zeros((*lead, rank, m), w.dtype)
         # The lengths of a constant are a constant, which `materialize` makes dense.
         lengths = materialize(use_implicit_args(lambda w: jnp.sqrt(_squared_lengths(w)))(w))
         return cls(w, a, b, lengths.astype(w.dtype), alpha_or(alpha, rank, tuple(lead)))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.arrays import drawing
 from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
@@ -92,8 +93,8 @@ class LoCon(Adapter):
         lead, kernel = w.shape[: w.ndim - ndim], list(w.shape[w.ndim - ndim :])
         outputs, kernel[axis] = kernel[axis], rank
         bound = (math.prod(kernel) // rank) ** -0.5
-        a = jax.random.uniform(key, (*lead, *kernel), w.dtype, -bound, bound)
-        b = jnp.zeros((*lead, rank, outputs), w.dtype)
+        a = drawing.uniform(key, (*lead, *kernel), w.dtype, bound)
+        b = drawing.zeros((*lead, rank, outputs), w.dtype)
         return cls(w, a, b, alpha_or(alpha, rank, lead), axis)
 
     @property

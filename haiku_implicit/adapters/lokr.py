@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from haiku_implicit.adapters.operators import Kronecker
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter, filled, uniform
+from haiku_implicit.arrays.drawing import zeros
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.typing import Array
 
@@ -49,7 +50,7 @@ class LoKr(Adapter):
         *lead, n, m = w.shape
         (p, s), (q, t) = split_size(n, factor), split_size(m, factor)
         keys = jax.random.split(key)
-        c = jnp.zeros((*lead, p, q), w.dtype)
+        c = zeros((*lead, p, q), w.dtype)
         d: Array = uniform(keys[0], (*lead, s, t), w.dtype)
         if 2 * rank < min(s, t):
             d = (uniform(keys[0], (*lead, s, rank), w.dtype),

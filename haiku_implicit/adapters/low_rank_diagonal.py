@@ -4,11 +4,11 @@ import dataclasses
 from typing import Self
 
 import jax
-import jax.numpy as jnp
 
 from haiku_implicit.adapters.operators import Diagonal
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter, alpha_or, uniform
+from haiku_implicit.arrays.drawing import zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.typing import Array
@@ -38,8 +38,8 @@ class LowRankDiagonal(Adapter, method="low_rank_diagonal"):
     @classmethod
     def create(cls, w: Array, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
         *lead, n, m = w.shape
-        a, b = uniform(key, (*lead, n, rank), w.dtype), jnp.zeros((*lead, rank, m), w.dtype)
-        values = jnp.zeros((*lead, min(n, m)), w.dtype)
+        a, b = uniform(key, (*lead, n, rank), w.dtype), zeros((*lead, rank, m), w.dtype)
+        values = zeros((*lead, min(n, m)), w.dtype)
         return cls(w, a, b, values, alpha_or(alpha, rank, tuple(lead)))
 
     def completed(self) -> Self:

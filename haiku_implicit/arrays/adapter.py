@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.arrays import drawing
 from haiku_implicit.core.array import data_names
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import FROZEN
@@ -168,7 +169,7 @@ def method_named(name: str) -> type[Adapter] | None:
 def uniform(key: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
     """Draws a first factor `[..., n, r]`, uniform in ±1/sqrt(n)."""
     bound = shape[-2] ** -0.5
-    return jax.random.uniform(key, shape, dtype, -bound, bound)
+    return drawing.uniform(key, shape, dtype, bound)
 
 
 def filled(value: float, batch: tuple[int, ...]) -> jax.Array:

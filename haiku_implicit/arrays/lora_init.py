@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.arrays import drawing
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -56,12 +57,12 @@ class Drawn(LoRAInit):
     def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         *lead, n, m = w.shape
         a = self.draw(key, (*lead, n, rank), w.dtype)
-        return Parts(w, a, jnp.zeros((*lead, rank, m), w.dtype))
+        return Parts(w, a, drawing.zeros((*lead, rank, m), w.dtype))
 
 
 def gaussian(key: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
     """Draws from a normal distribution of standard deviation `1 / rank`, as PEFT's 'gaussian' does."""
-    return jax.random.normal(key, shape, dtype) / shape[-1]
+    return drawing.drawn(lambda *args: jax.random.normal(*args) / shape[-1], key, shape, dtype)
 
 
 class Orthogonal(LoRAInit):
@@ -142,7 +143,7 @@ class EVA(LoRAInit):
             )
         _, vectors = jnp.linalg.eigh(moments.astype(jnp.float32))  # the largest come last
         a = vectors[..., ::-1][..., :rank].astype(w.dtype)
-        return Parts(w, a, jnp.zeros((*lead, rank, m), w.dtype))
+        return Parts(w, a, drawing.zeros((*lead, rank, m), w.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +203,7 @@ BY_NAME: dict[str, LoRAInit] = {
 def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
     """Draws `a`; in float64 the bound is not the one of `adapter.uniform` in its last bit."""
     bound = 1 / math.sqrt(shape[-2])
-    return jax.random.uniform(key, shape, dtype, -bound, bound)
+    return drawing.uniform(key, shape, dtype, bound)
 
 
 def init_of(init: LoRAInit | Initializer | str | None) -> LoRAInit:

@@ -1,6 +1,7 @@
 """LoRA on the kernels of convolutions, against the dense kernel."""
 
 import functools
+import warnings
 
 import haiku as hk
 import jax
@@ -183,3 +184,13 @@ def test_nothing_of_the_size_of_a_kernel_is_made():
                 yield from made(inner) if hasattr(inner, "eqns") else ()
 
     assert max(made(jaxpr.jaxpr)) < size / 8
+
+
+def test_a_large_adapter_is_no_stack():
+    """The warning of stacks of matrices is for types that take kernels as such."""
+    params = {"conv1_d": {"w": normal((3, 8, 8))}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hki.add_adapter(params, 0, "locon", rank=8)
+    with pytest.warns(UserWarning, match="an adapter has more numbers than its weight"):
+        hki.add_lora(params, 0, rank=8)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import pathlib
+import types
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -91,17 +92,26 @@ def a_gguf_file(code, folder):
     )
 
 
-class Attention(hk.Module):
+class AlphaGenome(hk.Module):
     def __call__(self, x):
-        return hk.Linear(8, name="q_layer")(x)
+        with hk.name_scope("mha_block"):
+            x = hk.Linear(8, name="q_layer")(x)
+        x = hk.Conv1D(8, 3)(x[None])[0]
+        with hk.name_scope("head"):
+            return hk.Linear(8)(x)
 
 
 def alphagenome(code, folder):
-    model = hk.transform_with_state(lambda x: Attention(name="mha_block")(x))
-    params, state = model.init(jax.random.key(0), X)
-    names = dict(params=params, state=state, batch=(X,), loss_of=lambda out, x: out.var())
-    found = run(code, model=model, **names)
-    assert isinstance(found["grads"]["mha_block/q_layer"]["w"], hki.LoRA)
+    """The steps on a small model with the names of the preset."""
+    forward = hk.transform_with_state(lambda x: AlphaGenome(name="alphagenome")(x))
+    params, state = forward.init(jax.random.key(0), X)
+    steps = []
+    finetune = types.SimpleNamespace(get_train_step=lambda *args: steps.append(args))
+    found = run(code, forward=forward, params=params, optimizer=None, finetune=finetune)
+    kinds = {type(x["w"]).__name__ for x in found["params"].values()}
+    assert kinds == {"LoRA", "LoCon", "ArrayImpl"}
+    assert set(found["trained"]["alphagenome/head/linear"]) == {"w", "b"}
+    assert steps[0][0] == found["model"].apply
 
 
 # By pages, in their order. The client in docs/serving.md is in tests/examples/test_serve.py.
@@ -111,7 +121,7 @@ FRAGMENTS = {
     "qwix.md": [quantized_training, static_scales, serving],
     "models.md": [a_folder_of_the_hub],
     "gguf.md": [a_gguf_file],
-    "alphafold3_alphagenome.md": [alphagenome],
+    "finetune_alphagenome.md": [alphagenome],
 }
 ELSEWHERE = ["serving.md"]
 

@@ -282,7 +282,8 @@ def _if_large(parameter: trees.Parameter, new: Adapter) -> Iterator[str]:
     are small, as in the kernel of a convolution, the adapters are larger than the weight.
     """
     size, added = math.prod(new.shape), _numbers(new) - _numbers(new.w)
-    if len(new.shape) - parameter.stacked > 2 and added > size:
+    is_stack = len(new.shape) - parameter.stacked > 2 and new.core_ndim == 2
+    if is_stack and added > size:
         yield f"{parameter.path} ({describe(parameter.value)}: {added:,} numbers for {size:,})"
 
 

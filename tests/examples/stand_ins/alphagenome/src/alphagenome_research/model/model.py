@@ -92,3 +92,54 @@ class SequenceDecoder(hk.Module):
             )
             x = out + hk.Linear(skip.shape[-1])(skip)
         return x
+
+
+class MultiOrganismLinear(hk.Module):
+    """A matrix for each organism."""
+
+    def __init__(self, size, organisms):
+        super().__init__(name="multi_organism_linear")
+        self.size, self.organisms = size, organisms
+
+    def __call__(self, x, organism):
+        shape = self.organisms, x.shape[-1], self.size
+        init = hk.initializers.TruncatedNormal(x.shape[-1] ** -0.5)
+        w = hk.get_parameter("w", shape, init=init).astype(x.dtype)[organism]
+        b = hk.get_parameter("b", shape[::2], init=jnp.zeros).astype(x.dtype)[organism]
+        return jnp.einsum("bsi,bij->bsj", x, w, preferred_element_type=jnp.float32) + b[:, None]
+
+
+class AlphaGenome(hk.Module):
+    """A trunk, and a head for each kind of track."""
+
+    def __init__(self, output_metadata, *, freeze_trunk_embeddings=False):
+        super().__init__(name="alphagenome")
+        (self.metadata,) = output_metadata.values()
+        self.frozen = freeze_trunk_embeddings
+
+    def __call__(self, dna_sequence, organism_index):
+        x, skips = SequenceEncoder()(dna_sequence)
+        x += hk.Embed(2, x.shape[-1])(organism_index)[:, None]
+        x, _ = TransformerTower()(x)
+        embeddings = SequenceDecoder()(x, skips)
+        if self.frozen:
+            embeddings = jax.lax.stop_gradient(embeddings)
+        found = {"embeddings_1bp": embeddings}
+        with hk.name_scope("head"):
+            for name, tracks in vars(self.metadata).items():
+                if tracks is not None:
+                    with hk.name_scope(name):
+                        found[name] = MultiOrganismLinear(len(tracks), 2)(
+                            embeddings, organism_index
+                        )
+        return found
+
+    def loss(self, batch):
+        found, losses = self(batch.dna_sequence, batch.organism_index), {}
+        if (targets := batch.splice_sites) is not None:
+            logits = jax.nn.log_softmax(found["splice_sites"].astype(jnp.float32))
+            losses["splice_sites_loss"] = -jnp.mean(jnp.sum(targets * logits, -1))
+        if batch.atac is not None:
+            error = jax.nn.softplus(found["atac"]) - batch.atac
+            losses["atac_loss"] = jnp.mean(error**2 * batch.atac_mask)
+        return sum(losses.values()), losses, found

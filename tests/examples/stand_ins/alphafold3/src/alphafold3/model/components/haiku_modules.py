@@ -15,14 +15,19 @@ def weights_of(x, sizes, name=None):
 
 
 class Linear(hk.Module):
-    def __init__(self, sizes, *, use_bias=False, name):
+    def __init__(self, sizes, *, use_bias=False, transpose_weights=False, name):
         super().__init__(name=name)
         self.sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-        self.use_bias = use_bias
+        self.use_bias, self.transpose_weights = use_bias, transpose_weights
 
     def __call__(self, x):
         letters = string.ascii_lowercase[1 : len(self.sizes) + 1]
-        out = jnp.einsum(f"...a, a{letters}->...{letters}", x, weights_of(x, self.sizes))
+        if self.transpose_weights:
+            init = hk.initializers.TruncatedNormal(x.shape[-1] ** -0.5)
+            weights = hk.get_parameter("weights", (*self.sizes, x.shape[-1]), x.dtype, init)
+            out = jnp.einsum(f"...a, {letters}a->...{letters}", x, weights)
+        else:
+            out = jnp.einsum(f"...a, a{letters}->...{letters}", x, weights_of(x, self.sizes))
         if self.use_bias:
             out += hk.get_parameter("bias", self.sizes, x.dtype, hk.initializers.Constant(0.5))
         return out

@@ -22,6 +22,22 @@ class TriangleMultiplication(hk.Module):
         return out * jax.nn.sigmoid(hm.Linear(act.shape[-1], name="gating_linear")(act))
 
 
+class GridSelfAttention(hk.Module):
+    """Attention along the rows of pairs; the weights of queries and keys have their inputs last."""
+
+    def __call__(self, act, mask, num_head):
+        act = hm.LayerNorm(name="act_norm")(act)
+        bias = hm.Linear(num_head, name="pair_bias_projection")(act)
+        shape = num_head, act.shape[-1] // num_head
+        q, k = (hm.Linear(shape, transpose_weights=True, name=f"{n}_projection")(act) for n in "qk")
+        v = hm.Linear(shape, name="v_projection")(act)
+        logits = jnp.einsum("iqhc,ikhc->ihqk", q * shape[1] ** -0.5, k)
+        logits += jnp.transpose(bias, (2, 0, 1))[None] + 1e9 * (mask - 1)[:, None, None]
+        out = jnp.einsum("ihqk,ikhc->iqhc", jax.nn.softmax(logits), v).reshape(act.shape)
+        gate = hm.Linear(act.shape[-1], transpose_weights=True, name="gating_query")(act)
+        return hm.Linear(act.shape[-1], name="output_projection")(out * jax.nn.sigmoid(gate))
+
+
 class PairFormerIteration(hk.Module):
     def __init__(self, config, global_config, with_single=False, *, name):
         super().__init__(name=name)
@@ -29,6 +45,7 @@ class PairFormerIteration(hk.Module):
 
     def __call__(self, act, pair_mask, single_act, seq_mask):
         act += TriangleMultiplication(name="triangle_multiplication_outgoing")(act, pair_mask)
+        act += GridSelfAttention(name="pair_attention1")(act, pair_mask, self.config.num_head)
         h = hm.LayerNorm(name="pair_transition_norm")(act)
         act += hm.Linear(act.shape[-1], name="pair_transition")(jax.nn.relu(h))
         norm = hm.LayerNorm(name="single_pair_logits_norm")(act)

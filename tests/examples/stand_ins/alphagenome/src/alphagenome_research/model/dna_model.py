@@ -1,0 +1,7 @@
+"""The organisms."""
+
+import enum
+
+
+class Organism(enum.Enum):
+    HOMO_SAPIENS = 9606
