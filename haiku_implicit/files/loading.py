@@ -14,11 +14,10 @@ from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import foreign
-from haiku_implicit.files.checkpoint import Checkpoint, Memory, Source, opened
-from haiku_implicit.files.container import CheckpointError, is_container
+from haiku_implicit.files.checkpoint import Checkpoint, Source, opened
+from haiku_implicit.files.container import is_container
 from haiku_implicit.files.file_types import check_file
 from haiku_implicit.files.saving import Path
-from haiku_implicit.files.structure import describe
 
 
 def load(
@@ -81,18 +80,7 @@ def load(
       {'linear': {'b': Zeros(float32[3])}}
       linear/w: expected an array float32[2, 4], found an array float32[2, 3]. The file is ...
     """
-    path = os.path.abspath(path)
-    check_file(path, foreign.EXPECTED)
-    if is_container(path):
-        checkpoint = open_checkpoint(path, numpy=numpy)
-    else:
-        tree = foreign.read(path, allow_pickle)
-        try:
-            structure, arrays = describe(tree)
-        except CheckpointError as e:
-            raise CheckpointError(f"{path}: {e}") from None
-        checkpoint = Checkpoint(structure, "", Source(path, [Memory(path, arrays)], numpy))
-    with checkpoint:
+    with _opened(path, numpy, allow_pickle) as checkpoint:
         return checkpoint.read(only=only, like=like, shardings=shardings)
 
 
@@ -123,9 +111,19 @@ def open_checkpoint(path: Path, *, numpy: bool = False) -> Checkpoint:
       {'linear': {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32), 'b': ...}}
       [0. 0. 0.]
     """
+    return _opened(path, numpy, allow_pickle=False)
+
+
+def _opened(path: Path, numpy: bool, allow_pickle: bool) -> Checkpoint:
+    """Opens a file without reading its arrays, except those of a pickle."""
     path = os.path.abspath(path)
-    files, structure = opened(path)
-    return Checkpoint(structure, "", Source(path, files, numpy))
+    if not os.path.isdir(path):
+        check_file(path, foreign.EXPECTED)
+        if is_container(path):
+            files, structure = opened(path)
+            return Checkpoint(structure, "", Source(path, files, numpy))
+    file, structure = foreign.opened(path, allow_pickle)
+    return Checkpoint(structure, "", Source(path, [file], numpy))
 
 
 # --- the types of other libraries ------------------------------------------------------------------
