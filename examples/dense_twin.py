@@ -34,13 +34,13 @@ class Part(NamedTuple):
     args: tuple[Any, ...]
 
 
-def modules_of(repo: str | None, names: list[str]) -> list[Any]:
-    """Imports modules, from the folder `src` of a checkout if one is given.
+def modules_of(repo: str | None, names: list[str], folder: str = "src") -> list[Any]:
+    """Imports modules, from a folder of a checkout, such as `src`, if one is given.
 
     Raises:
       InputError: if there is no such folder, or something can't be imported.
     """
-    source = [str(pathlib.Path(repo).expanduser() / "src")] if repo else []
+    source = [str(pathlib.Path(repo).expanduser() / folder)] if repo else []
     if source and not pathlib.Path(source[0]).is_dir():
         raise InputError(f"--repo: there is no folder {source[0]}")
     # Without the folder of these scripts: their names hide the packages of the checkout.

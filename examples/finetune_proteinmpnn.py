@@ -28,6 +28,7 @@ import haiku_implicit as hki
 import printing
 from errors import InputError, main_of
 
+_REPO = flags.DEFINE_string("repo", None, "Folder of a checkout; by default what is installed.")
 _PDBS = flags.DEFINE_string("pdbs", None, "Folder of PDB files with one chain each.", required=True)
 _WEIGHTS = flags.DEFINE_string("weights", None, "ColabDesign's pickle; by default v_48_020 of it.")
 _FOLDS = flags.DEFINE_integer("folds", 5, "Parts of the chains, each held out once.", 2)
@@ -64,12 +65,13 @@ class Task(NamedTuple):
 def run() -> None:
     """Trains and tests, or tests an adapter that was saved."""
     modules = dense_twin.modules_of(
-        None,
+        _REPO.value,
         [
             "colabdesign.mpnn.modules",
             "colabdesign.af.prep",
             "colabdesign.af.alphafold.common.residue_constants",
         ],
+        folder="",
     )
     with names_of_older_jax():
         task = task_of(*modules)

@@ -45,7 +45,7 @@ def opened(path: str, allow_pickle: bool) -> tuple[Readable, Structure]:
       ImportError: without the package that the file needs.
       OSError: if it can't be read.
     """
-    kind = kind_of(path).name
+    kind = kind_of(records.pieces_of(path)[0]).name
     if kind == "npz":
         return _with_structure(Archive(path))
     if kind == "orbax":

@@ -25,6 +25,7 @@ from haiku_implicit.files.structure import Structure, describe
 LENGTHS = struct.Struct("<5i")
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _CHUNK = 1 << 20
+_PACKED = 1 << 12  # unpacked at once: at most some thousand times as many bytes come of it
 # `af3.bin.zst.1`, or `af3.1.bin.zst`: the name of a piece, and its number.
 _PIECE = re.compile(r"(?P<name>.+)\.bin(?P<zst>\.zst)?\.(?P<number>\d+)")
 _NUMBERED = re.compile(r"(?P<name>.+)\.(?P<number>\d+)\.bin(?P<zst>\.zst)?")
@@ -68,6 +69,8 @@ class Records:
                     )
                 made = dtypes.struct_of(record.dtype, record.shape)
                 there[record.name], by_struct[id(made)] = made, record
+        if not modules:
+            raise CheckpointError(f"{path}: has no records, as AlphaFold 3's files have them")
         described = describe(modules)
         self.structure: Structure = described.structure
         self._records = {name: by_struct[id(x)] for name, x in described.arrays.items()}
@@ -184,9 +187,9 @@ class _Stream:
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(piece, "rb")) for piece in pieces]
             joined = io.BufferedReader(_Joined(files))
-            self._file: BinaryIO = joined
+            self._file: BinaryIO | _Unpacked = joined
             if joined.peek(len(_ZSTD)).startswith(_ZSTD):
-                self._file = _unpacked(path, joined)
+                self._file = _Unpacked(path, joined)
             self._close = stack.pop_all().close
 
     def read(self, size: int, or_end: bool = False) -> bytes:
@@ -227,17 +230,40 @@ class _Stream:
             return self._file.read(size)
         except OSError:
             raise
-        except Exception as e:  # zstandard's own error
-            raise CheckpointError(f"{self.path}: not whole ({e})") from None
+        except Exception as e:  # zstandard's own error, too
+            raise CheckpointError(
+                f"{self.path}: not whole ({e}). If it was not copied completely, copy it again"
+            ) from None
 
 
-def _unpacked(path: str, file: BinaryIO) -> BinaryIO:
-    """The bytes that zstd compressed."""
-    try:
-        zstandard = importlib.import_module("zstandard")
-    except ImportError as e:
-        raise ImportError(
-            f"{path}: compressed by zstd, which needs the package zstandard: pip install zstandard"
-        ) from e
-    reader: BinaryIO = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    return reader
+class _Unpacked:
+    """The bytes that zstd compressed, in one frame or several."""
+
+    def __init__(self, path: str, file: BinaryIO):
+        self._path, self._file = path, file
+        try:
+            self._zstandard = importlib.import_module("zstandard")
+        except ImportError as e:
+            raise ImportError(
+                f"{path}: compressed by zstd, which needs the package zstandard: "
+                "pip install zstandard"
+            ) from e
+        self._frame = self._new_frame()
+        self._found, self._at = b"", 0
+
+    def read(self, size: int) -> bytes:
+        """Reads at most so many bytes, and none only at the end."""
+        while self._at == len(self._found):
+            if not (data := self._frame.unused_data or self._file.read(_PACKED)):
+                break
+            if self._frame.eof:
+                self._frame = self._new_frame()
+            self._found, self._at = self._frame.decompress(data), 0
+        found = self._found[self._at : self._at + size]
+        self._at += len(found)
+        if not found and not self._frame.eof:
+            raise EOFError("the last part of what zstd compressed is missing")
+        return found
+
+    def _new_frame(self) -> Any:
+        return self._zstandard.ZstdDecompressor().decompressobj()
