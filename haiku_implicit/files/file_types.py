@@ -43,7 +43,11 @@ _ZSTD = Kind(
     "compressed by zstd",
     "haiku_implicit.load reads the parameters of AlphaFold 3. Unpack other files first",
 )
-_PIECE = Kind("zstd", "a piece of what zstd compressed", _ZSTD.way_out)
+_PIECE = Kind(
+    "piece",
+    "a piece of what zstd compressed",
+    "Its first piece is not here: haiku_implicit.load reads the parameters of AlphaFold 3 if all are",
+)
 _JOINED = Kind(
     "joined",
     "an .npz file whose names are keys joined by ':', as GraphCast and GenCast write it",
