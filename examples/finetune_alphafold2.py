@@ -9,10 +9,7 @@ helix, or yours (`--structure`):
 """
 
 import functools
-import itertools
 import sys
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -82,7 +79,7 @@ def run() -> None:
     key = jax.random.key(1)
     params = with_lora(model, base, key, batch)
     if _CHECK.value:
-        check(model, params, key, batch)
+        dense_twin.check_gradients(model, params, lambda apply, params: apply(params, key, batch))
     params = train(model, params, key, batch)
     if _SAVE.value:
         hki.save(_SAVE.value, hki.get_adapter(params))
@@ -211,64 +208,6 @@ def train(model: hk.Transformed, params: Params, key: jax.Array, batch: Any) -> 
         trained, state, loss = step(trained, state, jax.random.fold_in(key, number))
         tqdm.write(f"step {number}  loss {loss:.4f}", file=sys.stdout)
     return tuned.params(trained)
-
-
-class Timed(NamedTuple):
-    """A compiled program, and the seconds that it took to trace, lower and compile it."""
-
-    run: Callable[..., Any]
-    seconds: tuple[float, float, float]
-
-
-def timed(function: Callable[..., Any], *args: Any) -> Timed:
-    times = [time.perf_counter()]
-    traced = jax.jit(function).trace(*args)
-    times.append(time.perf_counter())
-    lowered = traced.lower()
-    times.append(time.perf_counter())
-    run = lowered.compile()
-    times.append(time.perf_counter())
-    trace, lower, compile = (b - a for a, b in itertools.pairwise(times))
-    return Timed(run, (trace, lower, compile))
-
-
-def check(model: hk.Transformed, params: Params, key: jax.Array, batch: Any) -> None:
-    """Compares the gradients of LoRA's factors with those of the dense twin, and the costs.
-
-    A deep model in float32 magnifies rounding. So the twin is also compared with itself, with its
-    weights changed in the last bit.
-
-    Raises:
-      InputError: if our gradients differ by more than ten times as much, or something became dense.
-    """
-    trained, rest = hki.partition(params, trainable_dense=False)
-    # The factors `b` start at zero, which would hide LoRA.
-    trained = jax.tree.map(lambda x: x + 0.01, trained)
-
-    def loss_by(apply: Callable[..., Any], trained: Params, rest: Params) -> jax.Array:
-        return apply(hki.combine(trained, rest), key, batch)
-
-    def dense(params: Params, *args: Any) -> jax.Array:
-        return model.apply(hki.materialize(params), *args)
-
-    with hki.materialization("allow"), hki.materialization_report() as report:
-        implicit = hki.transform_implicit(model).apply
-        ours = timed(jax.value_and_grad(functools.partial(loss_by, implicit)), trained, rest)
-    twin = timed(jax.value_and_grad(functools.partial(loss_by, dense)), trained, rest)
-    wanted = twin.run(trained, rest)
-    other = jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf) if x.ndim else x, rest)
-    rows = [("LoRA", ours.run(trained, rest)), ("the twin, last bit", twin.run(trained, other))]
-    off = [[dense_twin.difference(a, b) for a, b in zip(x, wanted, strict=True)] for _, x in rows]
-    for (name, _), (loss, grads) in zip(rows, off, strict=True):
-        print(f"{name:18} off the dense twin: loss {loss:.1e}, gradients {grads:.1e}")
-    largest = max((event.nbytes for event, _ in report), default=0)
-    print(f"became dense: {report.count} arrays, the largest of {largest} bytes")
-    ratios = [f"{a / b:.2f}" for a, b in zip(ours.seconds, twin.seconds, strict=True)]
-    print("to the dense twin: trace {} x, lower {} x, compile {} x".format(*ratios))
-    if off[0][1] > 10 * max(off[1][1], 1e-6) or largest > dense_twin.LIMIT:
-        raise InputError(
-            "--check: the gradients are not those of the dense twin, or arrays are dense"
-        )
 
 
 if __name__ == "__main__":

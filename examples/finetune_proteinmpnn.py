@@ -277,12 +277,16 @@ def spread(values: np.ndarray) -> float:
 
 
 def test_saved(task: Task, path: str) -> None:
-    """Tests an adapter of the first fold, as it is and merged into ordinary weights."""
+    """Tests an adapter of the first fold: its gradients, and its NLL, also merged."""
     try:
         params = hki.set_adapter(task.params, hki.load(path))
     except (OSError, ValueError) as error:
         raise InputError(f"--load: {error}") from error
-    held_out = task.folds == 0
+    held_out, key = task.folds == 0, jax.random.key(0)
+    batch = jax.tree.map(lambda x: x[held_out], task.batch)
+    dense_twin.check_gradients(
+        task.model, params, lambda apply, params: nll(apply, params, key, batch).mean()
+    )
     implicit = tester(task, hki.transform_implicit(task.model).apply)(params)[held_out]
     plain = hki.materialize(hki.merge_lora(params))
     merged = tester(task, task.model.apply)(plain)[held_out]

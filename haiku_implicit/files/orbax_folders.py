@@ -88,4 +88,4 @@ class Folder:
             return run()
         except Exception as e:  # Orbax and TensorStore raise many types for a damaged folder
             said = " ".join(f"{type(e).__name__}: {e}".split())
-            raise CheckpointError(f"{self.path}: Orbax can't read it ({said:.500})") from e
+            raise CheckpointError(f"{self.path}: a checkpoint of Orbax, which can't read it ({said:.500})") from e

@@ -43,6 +43,7 @@ def test_the_whole_road(tmp_path):
     losses = [float(x) for x in re.findall(r"step \d+  loss (\S+)", first.stdout)]
     assert len(losses) == 8 and ours < losses[0] - 0.1
     assert "became dense: 0 arrays" in first.stdout
+    assert "gradients" in first.stdout
     second = program("--steps=0", "--nocheck", f"--load={adapter}", f"--merged={merged}")
     assert last_losses(second) == pytest.approx([ours, plain], rel=1e-5)
     weights = {
