@@ -260,16 +260,26 @@ def report(task: Task, before: np.ndarray, found: np.ndarray, trained: Params) -
         for name, fold, old, new in zip(task.names, task.folds, before, found[-1].T, strict=True)
     ]
     printing.table(["held out", "fold", "pretrained", "LoRA", "sd of seeds"], rows)
-    print(f"\nall chains: pretrained {before.mean():.3f} nats per residue; with LoRA")
+    letters = nll_of_frequencies(task).mean()
+    print(f"\nall chains: letter frequencies {letters:.3f} nats per residue")
+    print(f"all chains: pretrained {before.mean():.3f} nats per residue; with LoRA")
     rows = []
     for number, values in enumerate(found.mean(2)):
         mean = f"{values.mean():.3f}", f"{spread(values):.3f}"
-        better = f"{int((found[number].mean(0) < before).sum())} of {len(before)}"
+        better = f"{int((found[number].mean(0) < before - 1e-3).sum())} of {len(before)}"
         rows.append([number * _EVERY.value, *(f"{x:.3f}" for x in values), *mean, better])
     seeds = [f"seed {seed}" for seed in range(_SEEDS.value)]
     printing.table(["steps", *seeds, "mean", "sd", "better chains"], rows)
     if _SAVE.value:
         print(f"\n{_SAVE.value}: held-out NLL {found[-1, 0, task.folds == 0].mean():.6f}")
+
+
+def nll_of_frequencies(task: Task) -> np.ndarray:
+    """The NLL of each chain by how often each letter is in the chains that are not held out with it."""
+    counts = np.asarray((task.batch["S"] * task.batch["mask"][..., None]).sum(1))[:, :-1]
+    others = [counts[task.folds != fold].sum(0) + 1 for fold in task.folds]
+    logs = np.log([x / x.sum() for x in others])
+    return -(counts * logs).sum(1) / counts.sum(1)
 
 
 def spread(values: np.ndarray) -> float:

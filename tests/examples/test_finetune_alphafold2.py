@@ -1,10 +1,14 @@
 """`examples/finetune_alphafold2.py`, as a user runs it, on a stand-in."""
 
+import json
 import pathlib
 import re
 import subprocess
 import sys
+import types
 
+import haiku as hk
+import jax
 import numpy as np
 import pytest
 
@@ -115,3 +119,43 @@ def test_a_chain_that_is_too_short(tmp_path, constants):
     (tmp_path / "a.pdb").write_text("REMARK")
     with pytest.raises(InputError, match="has 0 residues, expected --crop=8"):
         alphafold2_features.read_chain(str(tmp_path / "a.pdb"), protein, 8)
+
+
+def test_the_preset_has_the_axes_that_the_model_contracts(constants):
+    from alphafold.model import all_atom, config, modules, quat_affine
+
+    settings = config.model_config("model_3").model
+    evoformer = settings.embeddings_and_evoformer
+    evoformer.evoformer_num_block = 1
+    for part in evoformer.evoformer.values():
+        part.fuse_projection_weights = False
+    settings.global_config.bfloat16 = False
+    package = types.SimpleNamespace(
+        modules=modules, all_atom=all_atom, quat_affine=quat_affine, constants=constants
+    )
+    chain = alphafold2_features.made_up_chain(8, constants.atom_order)
+    batch = alphafold2_features.features_of(chain, 2, 3, package)
+    previous = dict(
+        prev_msa_first_row=np.zeros((8, 32), np.float32),
+        prev_pair=np.zeros((8, 8, 16), np.float32),
+        prev_pos=np.zeros((8, 37, 3), np.float32),
+    )
+
+    def forward(batch):
+        with hk.name_scope("alphafold"):
+            model = modules.AlphaFoldIteration(settings, settings.global_config)
+        return model(batch, previous, is_training=True, compute_loss=True)[1]
+
+    model, key = hk.transform(forward), jax.random.key(0)
+    shapes = jax.eval_shape(model.init, key, batch)
+    axes = hki.infer_matrix_axes(model.apply, shapes, key, batch)
+    preset = json.loads((ROOT / "examples" / "presets" / "alphafold2.json").read_text())
+    seen = set()
+    for path, found in axes.items():
+        matching = [x for name, x in preset["matrix_axes"].items() if re.fullmatch(name, path)]
+        wanted = matching[0] if matching else [[-2], [-1]]
+        assert len(matching) < 2 and [list(found.inputs), list(found.outputs)] == wanted, path
+        seen.add(str(wanted))
+        adapter = re.fullmatch(preset["adapters"]["lora"], path)
+        assert bool(adapter) == ("_head/" not in path), path
+    assert len(seen) == 3  # the fourth is of a layer that the stand-in lacks

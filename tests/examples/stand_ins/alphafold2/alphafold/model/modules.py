@@ -233,7 +233,8 @@ class AlphaFoldIteration(hk.Module):
         out = {"representations": found}
         for name, config in sorted(self.config.heads.items()):
             if config.weight:
-                head = HEADS[name](config, self.global_config, f"{name}_head")
+                own = name if name == "structure_module" else f"{name}_head"
+                head = HEADS[name](config, self.global_config, own)
                 out[name] = head(found, batch, is_training)
                 if compute_loss:
                     total += config.weight * head.loss(out[name], batch)
