@@ -1,11 +1,12 @@
 """Compares a model from your own checkout, with other weights in it, with its dense twin.
 
-The common parts of `alphafold3.py` and `alphagenome.py`: imports from a checkout, changes of the
-weights, and the table of costs and errors.
+The common parts of the scripts on published models: imports from a checkout, changes of the weights,
+the table of costs and errors, and the check of gradients.
 """
 
 import functools
 import importlib
+import itertools
 import pathlib
 import statistics
 import sys
@@ -36,7 +37,7 @@ class Part(NamedTuple):
 
 
 def modules_of(repo: str | None, names: list[str], folder: str = "src") -> list[Any]:
-    """Imports modules, from a folder of a checkout if one is given.
+    """Imports modules, from a folder of a checkout, such as `src`, if one is given.
 
     Raises:
       InputError: if there is no such folder, or something can't be imported.
@@ -267,3 +268,69 @@ def difference(got: Any, want: Any) -> float:
     arrays = [[np.asarray(x, np.float32) for x in pair] for pair in pairs]
     least = 1e-4 * max(np.abs(y).max() for _, y in arrays)
     return max(float(np.abs(x - y).max() / max(np.abs(y).max(), least)) for x, y in arrays)
+
+
+# --- gradients --------------------------------------------------------------------------------------
+
+
+def check_gradients(
+    model: Any, params: Any, loss_of: Callable[[Callable[..., Any], Any], jax.Array]
+) -> None:
+    """Compares the gradients of adapters with those of the dense twin, and the costs of the programs.
+
+    A deep model in float32 magnifies rounding. So the twin is also compared with itself, with its
+    weights changed in the last bit.
+
+    Args:
+      model: the transformed function.
+      params: its parameters, with adapters.
+      loss_of: gives the loss of the model's `apply` and all parameters.
+
+    Raises:
+      InputError: if our gradients differ by more than ten times as much, or something became dense.
+    """
+    trained, rest = hki.partition(params, trainable_dense=False)
+    # Factors that start at zero would hide the others.
+    trained = jax.tree.map(lambda x: x + 0.01, trained)
+
+    def twin_of(params: Any, *args: Any) -> Any:
+        return model.apply(hki.materialize(params), *args)
+
+    def gradients_by(apply: Callable[..., Any]) -> Compiled:
+        loss = lambda trained, rest: loss_of(apply, hki.combine(trained, rest))  # noqa: E731
+        return compiled(jax.value_and_grad(loss), trained, rest)
+
+    with hki.materialization("allow"), hki.materialization_report() as report:
+        ours = gradients_by(hki.transform_implicit(model).apply)
+    twin = gradients_by(twin_of)
+    wanted = twin.run(trained, rest)
+    other = jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf) if x.ndim else x, rest)
+    rows = [("adapters", ours.run(trained, rest)), ("twin, last bit", twin.run(trained, other))]
+    off = [[difference(a, b) for a, b in zip(x, wanted, strict=True)] for _, x in rows]
+    for (name, _), (loss, grads) in zip(rows, off, strict=True):
+        print(f"{name:14} off the dense twin: loss {loss:.1e}, gradients {grads:.1e}")
+    largest = max((event.nbytes for event, _ in report), default=0)
+    print(f"became dense: {report.count} arrays, the largest of {largest} bytes")
+    ratios = [f"{a / b:.2f}" for a, b in zip(ours.seconds, twin.seconds, strict=True)]
+    print("to the dense twin: trace {} x, lower {} x, compile {} x".format(*ratios))
+    if off[0][1] > 10 * max(off[1][1], 1e-6) or largest > LIMIT:
+        raise InputError("the gradients are not those of the dense twin, or arrays became dense")
+
+
+class Compiled(NamedTuple):
+    """A compiled program, and the seconds that it took to trace, lower and compile it."""
+
+    run: Callable[..., Any]
+    seconds: tuple[float, float, float]
+
+
+def compiled(function: Callable[..., Any], *args: Any) -> Compiled:
+    times = [time.perf_counter()]
+    traced = jax.jit(function).trace(*args)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    run = lowered.compile()
+    times.append(time.perf_counter())
+    trace, lower, compile = (b - a for a, b in itertools.pairwise(times))
+    return Compiled(run, (trace, lower, compile))

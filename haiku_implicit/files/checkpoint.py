@@ -8,7 +8,7 @@ import os
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -154,6 +154,23 @@ def _selected(structure: Structure, only: Targets, file: str) -> Structure:
 # --- reading -------------------------------------------------------------------------------------
 
 
+class Readable(Protocol):
+    """Arrays that are read by their names in a structure: a `File`, or a file of another program."""
+
+    @property
+    def path(self) -> str:
+        """The file or folder, for errors."""
+        ...
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """Reads the bytes of an array, `[bytes]` uint8."""
+        ...
+
+    def close(self) -> None:
+        """Closes the file; arrays that were read stay valid."""
+        ...
+
+
 class Source:
     """The files of one checkpoint.
 
@@ -163,7 +180,7 @@ class Source:
       numpy: whether arrays are returned as views of the files.
     """
 
-    def __init__(self, path: str, files: "Sequence[File | Memory]", numpy: bool):
+    def __init__(self, path: str, files: "Sequence[Readable]", numpy: bool):
         self.path, self.files, self.numpy = path, files, numpy
 
     def read(self, leaf: Leaf, sharding: Sharding | None = None) -> Array:
@@ -200,19 +217,10 @@ class Source:
             raise CheckpointError(f"{file.path}: {part.name}: {e}") from None
 
     def close(self) -> None:
-        """Forgets the files."""
+        """Closes the files, and forgets them."""
+        for file in self.files:
+            file.close()
         self.files = []
-
-
-class Memory(NamedTuple):
-    """The counterpart of a `File`: arrays in memory, by their names in a structure."""
-
-    path: str
-    arrays: Mapping[str, Array]
-
-    def bytes_of(self, name: str) -> np.ndarray:
-        """The bytes of an array, `[bytes]` uint8."""
-        return dtypes.bytes_of(self.arrays[name])
 
 
 def _by_name(structure: Structure, shardings: Tree, file: str, path: str) -> dict[str, Any]:

@@ -106,6 +106,9 @@ class File:
             self._map, np.uint8, tensor.stop - tensor.start, self._start + tensor.start
         )
 
+    def close(self) -> None:
+        """Does nothing: the map is closed with the last array that is a view of it."""
+
 
 def is_container(path: str) -> bool:
     """Whether a file begins like a safetensors file."""

@@ -39,6 +39,9 @@ _DTYPES = {
     if name != _NONE
 } | {_NONE: jax.dtypes.float0}
 
+# The dtypes of numbers.
+NUMBERS = frozenset(STORED) - {_NONE}
+
 # The dtypes in other programs' files, with our names for them.
 FOREIGN = {stored: name for name, stored in _NATIVE.items()} | dict(
     C64="complex64",

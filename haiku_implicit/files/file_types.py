@@ -3,12 +3,11 @@
 import itertools
 import os
 import stat
-import struct
 import zipfile
 from typing import NamedTuple
 
 from haiku_implicit.core.typing import Json
-from haiku_implicit.files import dtypes
+from haiku_implicit.files import records
 from haiku_implicit.files.container import CheckpointError, File, is_container, parse_json
 
 
@@ -27,7 +26,6 @@ class Kind(NamedTuple):
 
 
 _HEAD = 256
-_LENGTHS = struct.Struct("<5i")
 _AGAIN = "If it was not copied completely, copy it again"
 _OURS = Kind("saved", "a file that haiku_implicit.save wrote", "haiku_implicit.load reads it")
 _SAFETENSORS = Kind(
@@ -39,17 +37,16 @@ _SAFETENSORS = Kind(
 _NPZ = Kind("npz", "an .npz file of NumPy", "haiku_implicit.load reads it")
 _MOX = Kind("mox", "a module expression", "haiku_implicit.mox.load reads it")
 _UNPACK = "Unpack it first"
-_ALPHAFOLD = (
-    "alphafold3.model.params.get_model_haiku_params(folder) reads them, and haiku_implicit.save writes "
-    "what that gives"
-)
-_OF_ALPHAFOLD = f"the parameters of AlphaFold 3, {_ALPHAFOLD}"
-_RECORDS = Kind("records", "parameters of AlphaFold 3, in records of its own", _ALPHAFOLD)
-_ZSTD = Kind("zstd", "compressed by zstd", f"{_UNPACK}. If it has {_OF_ALPHAFOLD}")
-_PIECE = Kind(
+_RECORDS = Kind("records", "parameters of AlphaFold 3, in records", "haiku_implicit.load reads it")
+_ZSTD = Kind(
     "zstd",
+    "compressed by zstd",
+    "haiku_implicit.load reads the parameters of AlphaFold 3. Unpack other files first",
+)
+_PIECE = Kind(
+    "piece",
     "a piece of what zstd compressed",
-    f"Join the pieces, and unpack them. If they have {_OF_ALPHAFOLD}",
+    "Its first piece is not here: haiku_implicit.load reads the parameters of AlphaFold 3 if all are",
 )
 _JOINED = Kind(
     "joined",
@@ -83,8 +80,13 @@ _BEGINNINGS = {
 _ORBAX = Kind(
     "orbax",
     "a checkpoint of Orbax",
-    "Restore it with Orbax, and give it a target: a tree of the same types, such as jax.eval_shape "
-    "gives; haiku_implicit.save writes what that gives",
+    "haiku_implicit.load reads its dicts, lists and arrays. For a tree of other types, restore it with "
+    "Orbax, and give it a target: a tree of the same types, such as jax.eval_shape gives",
+)
+_STEPS = Kind(
+    "steps",
+    "a folder of checkpoints of Orbax",
+    "Give the folder of one of them, in which there is a file _METADATA",
 )
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA")
 _FOLDERS = {
@@ -131,7 +133,9 @@ def _kind_of_folder(path: str) -> Kind:
     found = next((kind for name, kind in _FOLDERS.items() if name in names), None)
     within = next((name for name in names if name.endswith((".gguf", ".safetensors"))), None)
     if not found and not within and _has_steps_of_orbax(path, names):
-        return _ORBAX
+        return _STEPS
+    if not found and records.file_in(path):
+        return _RECORDS
     helps = f"Give a file in it, such as {within}" if within else "Give a file"
     return found or Kind("folder", "a folder", helps)
 
@@ -181,25 +185,11 @@ def _kind_of_bytes(path: str, head: bytes, size: int) -> Kind:
     if is_container(path):
         ours = b'{"__metadata__":{"haiku_implicit' in head
         return _OURS if ours else _SAFETENSORS
-    if _is_record(path):
+    if records.is_record(path):
         return _RECORDS
     if ".zst." in os.path.basename(path):
         return _PIECE
     return Kind("unknown", f"{size:,} bytes that begin with {head[:8]!r}", _AGAIN)
-
-
-def _is_record(path: str) -> bool:
-    """Whether a file begins with an array in AlphaFold 3's format.
-
-    Five numbers are the lengths of the scope, name, dtype, shape and bytes that follow.
-    """
-    with open(path, "rb") as file:
-        start = file.read(_LENGTHS.size)
-        lengths = _LENGTHS.unpack(start) if len(start) == _LENGTHS.size else (-1,)
-        if not all(0 <= n < 2**31 for n in lengths) or max(lengths[:4]) > 1000:
-            return False
-        file.seek(sum(lengths[:2]), os.SEEK_CUR)
-        return file.read(lengths[2]).decode("latin1") in dtypes.STORED
 
 
 def not_a(expected: str, path: str | os.PathLike[str]) -> Exception:

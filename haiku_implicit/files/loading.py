@@ -14,11 +14,10 @@ from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import foreign
-from haiku_implicit.files.checkpoint import Checkpoint, Memory, Source, opened
-from haiku_implicit.files.container import CheckpointError, is_container
+from haiku_implicit.files.checkpoint import Checkpoint, Source, opened
+from haiku_implicit.files.container import is_container
 from haiku_implicit.files.file_types import check_file
 from haiku_implicit.files.saving import Path
-from haiku_implicit.files.structure import describe
 
 
 def load(
@@ -38,11 +37,12 @@ def load(
 
     A safetensors file of another program gives a dict `{module: {name: array}}`: the tensor
     `mlp/linear/w` is `w` in the module `mlp/linear`, one without a `/` is in the module `''`. (One of
-    several files of a model is an error, which names the others.) So does an `.npz` file, whose names
-    may also be `module//name`, as in AlphaFold's files.
+    several files of a model is an error, which names the others.) So do an `.npz` file, whose names
+    may also be `module//name`, as in AlphaFold's files, and AlphaFold 3's `.bin` or `.bin.zst`. A
+    folder of Orbax, such as AlphaGenome's, gives its dicts and lists; Orbax reads it.
 
     Args:
-      path: the file that `save` was given.
+      path: the file that `save` was given, or a file or folder of another program.
       like: a tree of arrays or `jax.ShapeDtypeStruct`. If the tree in the file has other containers,
         types, keys, shapes, dtypes or static metadata, this is an error. The default does not check.
       only: the parameters to read, if the tree consists of nested dicts: a regular expression over
@@ -54,7 +54,8 @@ def load(
       numpy: whether to return NumPy arrays: read-only views of the files, which the system reads when
         they are used and drops when memory is short. (They are read once for the checksums.)
       allow_pickle: whether the file may be a pickle of Haiku parameters, as many published models
-        are. The unpickler knows only NumPy arrays and containers, and does not run anything else.
+        are. The unpickler knows only NumPy arrays, also as joblib writes them, and containers, and
+        does not run anything else.
 
     Returns:
       The tree, with JAX arrays, by default on the default device. Without JAX's 64-bit mode, arrays of
@@ -65,6 +66,7 @@ def load(
         damaged, has an unknown type or version, lacks a tensor or has an extra one, does not fit
         `like`, or is a pickle, if it has other objects in it or `allow_pickle` is False.
       ValueError: if `only` matches nothing; for `shardings` of another tree.
+      ImportError: if the file needs a package that is not there: `zstandard`, or Orbax.
       OSError: if the file can't be read.
 
     Example:
@@ -81,18 +83,7 @@ def load(
       {'linear': {'b': Zeros(float32[3])}}
       linear/w: expected an array float32[2, 4], found an array float32[2, 3]. The file is ...
     """
-    path = os.path.abspath(path)
-    check_file(path, foreign.EXPECTED)
-    if is_container(path):
-        checkpoint = open_checkpoint(path, numpy=numpy)
-    else:
-        tree = foreign.read(path, allow_pickle)
-        try:
-            structure, arrays = describe(tree)
-        except CheckpointError as e:
-            raise CheckpointError(f"{path}: {e}") from None
-        checkpoint = Checkpoint(structure, "", Source(path, [Memory(path, arrays)], numpy))
-    with checkpoint:
+    with _opened(path, numpy, allow_pickle) as checkpoint:
         return checkpoint.read(only=only, like=like, shardings=shardings)
 
 
@@ -100,7 +91,7 @@ def open_checkpoint(path: Path, *, numpy: bool = False) -> Checkpoint:
     """Opens the tree in a file without reading its arrays.
 
     Args:
-      path: the file: one that `save` wrote, or another safetensors file.
+      path: the file: one that `save` wrote, or any that `load` reads, except a pickle.
       numpy: as for `load`.
 
     Returns:
@@ -123,9 +114,19 @@ def open_checkpoint(path: Path, *, numpy: bool = False) -> Checkpoint:
       {'linear': {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32), 'b': ...}}
       [0. 0. 0.]
     """
+    return _opened(path, numpy, allow_pickle=False)
+
+
+def _opened(path: Path, numpy: bool, allow_pickle: bool) -> Checkpoint:
+    """Opens a file without reading its arrays, except those of a pickle."""
     path = os.path.abspath(path)
-    files, structure = opened(path)
-    return Checkpoint(structure, "", Source(path, files, numpy))
+    if not os.path.isdir(path):
+        check_file(path, foreign.EXPECTED)
+        if is_container(path):
+            files, structure = opened(path)
+            return Checkpoint(structure, "", Source(path, files, numpy))
+    file, structure = foreign.opened(path, allow_pickle)
+    return Checkpoint(structure, "", Source(path, [file], numpy))
 
 
 # --- the types of other libraries ------------------------------------------------------------------

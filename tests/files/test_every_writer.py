@@ -137,7 +137,7 @@ READERS = {
     "load like": (lambda path: hki.load(path, like=PARAMS), ARRAYS),
     "load only": (lambda path: hki.load(path, only=".*"), ARRAYS),
     "load pickle": (lambda path: hki.load(path, allow_pickle=True), {*ARRAYS, "pickle"}),
-    "open_checkpoint": (part_by_part, {"ours", "safetensors"}),
+    "open_checkpoint": (part_by_part, ARRAYS),
     "load_hugging_face": (
         lambda path: hki.load_hugging_face(path, NAMES),
         {"ours", "safetensors", "shards", "hub"},

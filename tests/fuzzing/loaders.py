@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import pickle
+import struct
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,9 +15,11 @@ import gguf
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import joblib
 import numpy as np
 import optax
 import safetensors.numpy
+import zstandard
 
 import haiku_implicit as hki
 from haiku_implicit.command_line.main import main
@@ -74,6 +77,8 @@ def mutated_by_format(files: Files, draw: Any) -> Files:
         return files | {name: gguf_files.mutated(data, draw)}
     if data[:2] == b"PK":
         return files | {name: archives.mutated_npz(data, draw)}
+    if name.endswith(".bin"):
+        return files | {name: mutations.of_bytes(data, draw)}
     if name.endswith(".pickle"):
         return files | {name: archives.mutated_pickle(data, draw)}
     return containers.mutated(files, name, draw)
@@ -174,7 +179,25 @@ def _pickles() -> list[Files]:
     }
     state = hk.data_structures.to_immutable_dict({"m": {"w": np.ones(2)}})
     protocols = range(pickle.HIGHEST_PROTOCOL + 1)
-    return [{"file.pickle": pickle.dumps({**tree, "state": state}, i)} for i in protocols]
+    whole = {**tree, "state": state}
+    of_joblib = [
+        _written(lambda f, i=i: joblib.dump(whole, f / "file.pickle", protocol=i)) for i in (3, 5)
+    ]
+    return [*({"file.pickle": pickle.dumps(whole, i)} for i in protocols), *of_joblib]
+
+
+def _records() -> list[Files]:
+    """AlphaFold 3's records, packed or not."""
+    found = b""
+    for scope, name, x in (
+        ("a/b", "w", np.ones((2, 3), np.float32)),
+        ("a/b", "b", np.ones(3, jnp.bfloat16)),
+        ("__meta__", "__identifier__", np.arange(8, dtype=np.uint8)),
+    ):
+        texts = [scope.encode(), name.encode(), x.dtype.name.encode()]
+        found += struct.pack("<5i", *map(len, texts), x.ndim, x.nbytes) + b"".join(texts)
+        found += struct.pack(f"<{x.ndim}i", *x.shape) + x.tobytes()
+    return [{"file.bin": found}, {"file.bin": zstandard.ZstdCompressor().compress(found)}]
 
 
 def _gguf() -> list[Files]:
@@ -351,6 +374,7 @@ LOADERS = {
     "load_types": Loader(_types, "file", _load),
     "load_parts": Loader(_parted, "file", _load),
     "load_pickle": Loader(_pickles, "file.pickle", lambda path: hki.load(path, allow_pickle=True)),
+    "load_records": Loader(_records, "file.bin", _load),
     "load_gguf": Loader(_gguf, "file.gguf", lambda path: hki.load_gguf(path, _name)),
     "load_hugging_face": Loader(_hugging_face, "", _dense_or_not(hki.load_hugging_face)),
     "load_peft": Loader(_peft, "", lambda path: hki.load_peft(path, _name)),

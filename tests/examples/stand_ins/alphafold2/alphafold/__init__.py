@@ -1,0 +1,1 @@
+"""A small model with the habits of AlphaFold 2."""

@@ -1,0 +1,1 @@
+"""A small model with the habits of ProteinMPNN, as ColabDesign has it."""

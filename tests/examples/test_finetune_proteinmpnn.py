@@ -1,0 +1,131 @@
+"""`examples/finetune_proteinmpnn.py`, as a user runs it, on a stand-in."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import joblib
+import numpy as np
+import pytest
+
+import finetune_proteinmpnn
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+REPO = ROOT / "tests" / "examples" / "stand_ins" / "colabdesign"
+WIDTH = 128
+
+
+def pdb(path, rng):
+    """Writes a helix in which the residue at each place follows from its number."""
+    names, atoms = ["ALA", "CYS", "GLY", "HIS", "LYS"], ("N", "CA", "C", "O")
+    lines = []
+    for number in range(1, int(rng.integers(9, 12))):
+        for i, atom in enumerate(atoms):
+            turn = number + i / 4 + 0.02 * rng.standard_normal()
+            place = 2.3 * np.cos(1.7 * turn), 2.3 * np.sin(1.7 * turn), 1.5 * turn
+            numbers = "".join(f"{x:8.3f}" for x in place)
+            name = names[number % len(names)]
+            lines.append(f"ATOM  {len(lines) + 1:5}  {atom:3} {name} A{number:4}    {numbers}")
+    path.write_text("\n".join(lines))
+
+
+def weights(path):
+    """Writes the pickle of a model, as ColabDesign's are written."""
+    rng = np.random.default_rng(0)
+    made = {}
+
+    def linear(name, n, m, bias=True):
+        own = {"w": rng.standard_normal((n, m)).astype(np.float32) * n**-0.5}
+        made[f"protein_mpnn/~/{name}"] = own | ({"b": np.zeros(m, np.float32)} if bias else {})
+
+    linear("edge_embedding", 9, WIDTH, bias=False)
+    linear("W_out", WIDTH, 21)
+    made["protein_mpnn/~/letters"] = {"W_s": rng.standard_normal((21, WIDTH)).astype(np.float32)}
+    for i in range(6):
+        name, module = f"{'enc' if i < 3 else 'dec'}{i % 3}", f"layer{f'_{i}' if i else ''}"
+        linear(f"{module}/~/{name}_W1", 3 * WIDTH, WIDTH)
+        linear(f"{module}/~/{name}_W2", WIDTH, WIDTH)
+        norm = {"scale": np.ones(WIDTH, np.float32), "offset": np.zeros(WIDTH, np.float32)}
+        made[f"protein_mpnn/~/{module}/~/{name}_norm1"] = norm
+    joblib.dump({"num_edges": 6, "noise_level": 0.2, "model_state_dict": made}, path)
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Runs the script with chains and weights."""
+    rng = np.random.default_rng(1)
+    (tmp_path / "pdbs").mkdir()
+    for name in ("1aaa1", "1aaa2", "1bbb", "1ccc", "1ddd"):
+        pdb(tmp_path / "pdbs" / f"{name}.pdb", rng)
+    weights(tmp_path / "weights.pkl")
+
+    def run(*flags):
+        script = ROOT / "examples" / "finetune_proteinmpnn.py"
+        own = [f"--repo={REPO}", f"--pdbs={tmp_path / 'pdbs'}", "--folds=2", "--orders=2"]
+        weights = (
+            []
+            if any("--weights" in f for f in flags)
+            else [f"--weights={tmp_path / 'weights.pkl'}"]
+        )
+        return subprocess.run(
+            [sys.executable, script, *own, *weights, *flags],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_whole_road(program, tmp_path):
+    """Trained, saved, and in a new process loaded, merged and tested with the same result."""
+    adapter = tmp_path / "adapter.safetensors"
+    flags = ["--seeds=2", "--steps=20", "--test_every=10", "--batch_size=2", "--learning_rate=3e-3"]
+    first = program(*flags, f"--save={adapter}")
+    assert first.returncode == 0, first.stderr
+    before = float(re.search(r"pretrained (\S+) nats", first.stdout)[1])
+    rows = re.findall(r"^(\d+) .*  (\S+)  (\S+)  \d of 5$", first.stdout, re.M)
+    assert [row[0] for row in rows] == ["0", "10", "20"]
+    assert float(rows[0][1]) == pytest.approx(before, abs=2e-3)  # LoRA starts as the model
+    assert float(rows[-1][1]) < before - 0.5
+    second = program(f"--load={adapter}")
+    assert second.returncode == 0, second.stderr
+    again, merged = map(float, re.search(r"NLL (\S+), merged (\S+)", second.stdout).groups())
+    assert again == pytest.approx(
+        float(re.search(r"held-out NLL (\S+)", first.stdout)[1]), abs=2e-5
+    )
+    assert merged == pytest.approx(again, abs=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--weights={tmp}/absent.pkl"], "error: --weights: .*absent.pkl"),
+        (["--weights={tmp}/pdbs/1bbb.pdb"], "error: --weights: .*not a whole pickle"),
+        (["--load={tmp}/absent"], "error: --load: .*absent"),
+        (["--folds=9"], "has 5 files .*, expected at least --folds=9"),
+    ],
+)
+def test_unusable_flags(flags, message, program, tmp_path):
+    run = program(*(flag.format(tmp=tmp_path) for flag in flags))
+    assert run.returncode == 1 and re.search(message, run.stderr), run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_chains_of_an_entry_stay_together():
+    names = ["1aaa1", "1aaa2", "1aaa3", "1bbb", "1ccc", "2dddA", "2dddB"]
+    folds = finetune_proteinmpnn.folds_of(names, 3)
+    assert len(set(folds[:3])) == len(set(folds[5:])) == 1
+    assert sorted(np.bincount(folds)) == [2, 2, 3]
+
+
+def test_the_model_has_its_older_name_only_for_a_while():
+    import jax
+
+    assert not hasattr(jax, "tree_map")
+    with finetune_proteinmpnn.names_of_older_jax():
+        assert jax.tree_map is jax.tree.map
+    assert not hasattr(jax, "tree_map")
