@@ -51,7 +51,9 @@ _STEPS = flags.DEFINE_integer("steps", 30, "Training steps.", lower_bound=0)
 _RATE = flags.DEFINE_float("learning_rate", 3e-3, "Adam's learning rate.", lower_bound=0.0)
 _TOKENS = flags.DEFINE_integer("tokens", 16, "Tokens of a structure.", lower_bound=2)
 _ATOMS = flags.DEFINE_integer("atoms", 8, "Atoms of a token.", lower_bound=1)
-_LAYERS = flags.DEFINE_integer("layers", 4, "Layers of each stack, a multiple of 4.", lower_bound=4)
+_LAYERS = flags.DEFINE_integer(
+    "layers", 4, "Layers of each stack at most, a multiple of 4.", lower_bound=4
+)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "What it computes in.")
 _RUNS = flags.DEFINE_integer("runs", 3, "How often costs are measured.", lower_bound=1)
 
@@ -135,7 +137,7 @@ def denoiser(library: Library) -> hk.TransformedWithState:
     )
     trunk = library.evoformer.Evoformer.Config().pairformer
     head = library.diffusion_head.DiffusionHead.Config()
-    head.transformer.num_blocks = _LAYERS.value
+    head.transformer.num_blocks = min(_LAYERS.value, head.transformer.num_blocks)
     batch = batch_of(library)
 
     def forward(example: Example) -> jax.Array:

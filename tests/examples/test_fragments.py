@@ -114,6 +114,52 @@ def alphagenome(code, folder):
     assert steps[0][0] == found["model"].apply
 
 
+class GraphNet(hk.Module):
+    def __call__(self, x):
+        return self._networks_builder()(x).var()
+
+    def _networks_builder(self):
+        return hk.nets.MLP([32, 32], name="processor_edges_0_mlp")
+
+
+def graph_net():
+    model = hk.transform_with_state(lambda x: GraphNet(name="mesh_gnn")(x))
+    return model, *model.init(jax.random.key(0), jnp.eye(32))
+
+
+def graphcast(code, folder):
+    dense, params, _ = graph_net()
+    found = run(code, params=params, loss_fn=dense)["params"]
+    assert {name for own in found.values() for name in own} == {"w_lora_a", "w_lora_b"}
+
+
+def graphcast_merged(code, folder):
+    dense, params, state = graph_net()
+    model, trained = hki.freeze(dense, hki.add_lora(params, 0, rank=2))
+    found = run(code, dense=dense, model=model)["merged"]
+    got, want = (m.apply(trained, state, None, jnp.eye(32))[0] for m in (found, model))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def alphafold3(code, folder):
+    """On a weight of each form that the preset has axes for, and one more."""
+    trunk, head = "__layer_stack_no_per_layer/trunk_pairformer", "diffusion_head/transformer"
+    shapes = {
+        f"{trunk}/pair_attention1/gating_query": (64, 32),
+        f"{trunk}/pair_attention1/k_projection": (2, 16, 32),
+        f"{head}/transformerv_projection": (32, 4, 16),
+        f"{head}/pair_logits_projection": (32, 4, 2),
+        f"{head}/transformertransition2": (32, 64),
+    }
+    params = {path: {"weights": jnp.ones(shape)} for path, shape in shapes.items()}
+    dense = hk.transform(lambda x: x)
+    found = run(code, params=params, key=jax.random.key(0), forward=dense)
+    first = {path: next(iter(own.values())).shape for path, own in found["trained"].items()}
+    assert first == dict.fromkeys(shapes, (32, 4))
+    kinds = {row.kind for row in hki.summary(found["params"]).rows}
+    assert all("LoRA of QuantizedMatrix int4" in kind for kind in kinds)
+
+
 # By pages, in their order. The client in docs/serving.md is in tests/examples/test_serve.py.
 FRAGMENTS = {
     "attention.md": [attention],
@@ -121,7 +167,9 @@ FRAGMENTS = {
     "qwix.md": [quantized_training, static_scales, serving],
     "models.md": [a_folder_of_the_hub],
     "gguf.md": [a_gguf_file],
+    "finetune_alphafold3.md": [alphafold3],
     "finetune_alphagenome.md": [alphagenome],
+    "finetune_graphcast.md": [graphcast, graphcast_merged],
 }
 ELSEWHERE = ["serving.md"]
 
@@ -131,6 +179,7 @@ def without_output(page):
 
 
 @pytest.mark.slow
+@pytest.mark.all_slow
 @pytest.mark.parametrize(
     "page, index", [(p, i) for p, own in FRAGMENTS.items() for i in range(len(own))]
 )

@@ -120,7 +120,7 @@ class GraphCast:
         mesh = grid[:: 4 // self.config.mesh_size + 2]
         features = jnp.concatenate([channels(inputs), channels(forcings)], -1)
         of_mesh = jnp.zeros((len(mesh), *features.shape[1:]), features.dtype)
-        of_mesh = of_mesh.at[..., :3].set(mesh[:, None])
+        of_mesh = of_mesh.at[..., :3].set(mesh[:, None].astype(features.dtype))
         nodes = self.to_mesh(
             {"grid_nodes": features, "mesh_nodes": of_mesh}, *edges_of(grid, mesh, features.dtype)
         )
