@@ -384,7 +384,7 @@ def export(path: str, forward: Any, model: Any, tuned: Tuned, state: Any, batch:
     folder = pathlib.Path(path).expanduser().resolve()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, (plain, state), force=True)
-    print(f"{folder}: loss {losses[0]:.4f} with the adapter, {losses[1]:.4f} merged, without it")
+    print(f"{folder}: loss {losses[0]:.4f} as trained, {losses[1]:.4f} merged and plain")
 
 
 if __name__ == "__main__":

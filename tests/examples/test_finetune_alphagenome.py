@@ -199,7 +199,7 @@ def test_the_whole_road(modules, batch, tmp_path, method):
     has_adapter = method in ("lora", "nf4")
     names = {path.stem for path in folder.iterdir()}
     assert names == {"dense", "training", *(["adapter"] if has_adapter else [])}
-    tuned, merged = re.search(r"loss (\S+) with the adapter, (\S+) merged", out).groups()
+    tuned, merged = re.search(r"loss (\S+) as trained, (\S+) merged", out).groups()
     assert abs(float(tuned) - float(merged)) <= 1e-3 * float(tuned)
 
     plain, state = dense_twin.read_weights(str(parts / "plain"))
@@ -216,6 +216,18 @@ def test_the_whole_road(modules, batch, tmp_path, method):
         got = hki.transform_implicit(forward).apply(params, state, None, batch)[0][0]
     want = forward.apply(plain, state, None, batch)[0][0]
     np.testing.assert_allclose(got, want, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_weights_of_a_checkpoint(tmp_path, monkeypatch):
+    """A second fine-tuning begins with the trunk that the first one exported, and a new head."""
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path / "one", "--steps=2", "--learning_rate=0.1", "--export=plain")
+    out = script(tmp_path / "two", "--steps=0", "--weights=plain", "--seed=1")
+    assert "at the start 4 of 4 outputs have the pretrained model's bits" in out
+    other = script(tmp_path / "three", "--steps=0", "--seed=1")
+    loss = re.compile(r"loss (\S+), now").search
+    assert loss(out)[1] != loss(other)[1]
 
 
 @pytest.mark.slow
