@@ -98,7 +98,7 @@ def read_weights(folder: str) -> Any:
     """Reads the parameters and the state of a checkpoint, as AlphaGenome reads them."""
     (ocp,) = modules_of(None, ["orbax.checkpoint"])
     try:
-        return ocp.StandardCheckpointer().restore(folder)
+        return ocp.StandardCheckpointer().restore(pathlib.Path(folder).expanduser().resolve())
     except (OSError, ValueError) as error:
         raise InputError(f"--weights: {error}") from error
 

@@ -273,6 +273,19 @@ def optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(0.5), optax.adam(_RATE.value))
 
 
+def trained_whole() -> bool | str:
+    """The dense arrays that are trained."""
+    return True if _METHOD.value == "full" else presets.read("alphagenome").trained_whole
+
+
+def halves(params: hk.Params) -> tuple[Any, Any]:
+    """The trained and the frozen arrays of a method, from the pretrained parameters."""
+    params = quantized(params)
+    if _METHOD.value not in ("full", "heads"):
+        params = with_adapters(params)
+    return hki.partition(params, trainable_dense=trained_whole())
+
+
 def frozen_model(forward: Any, base: hk.Params, saved: Mapping[str, Any] | None) -> Any:
     """The model that takes the trained arrays alone, and these as they are at first or were saved."""
     adapted = _METHOD.value not in ("full", "heads")
@@ -281,7 +294,7 @@ def frozen_model(forward: Any, base: hk.Params, saved: Mapping[str, Any] | None)
         base = hki.set_adapter(base, saved["adapter"]) if adapted else base
     elif adapted:
         base = with_adapters(base)
-    whole = True if _METHOD.value == "full" else presets.read("alphagenome").trained_whole
+    whole = trained_whole()
     if saved is None:
         print(hki.summary(base, depth=2, trainable_dense=whole))
     model, trained = hki.freeze(forward, base, trainable_dense=whole)
@@ -371,7 +384,7 @@ def export(path: str, forward: Any, model: Any, tuned: Tuned, state: Any, batch:
     folder = pathlib.Path(path).expanduser().resolve()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, (plain, state), force=True)
-    print(f"{folder}: loss {losses[0]:.4f} with the adapter, {losses[1]:.4f} merged, without it")
+    print(f"{folder}: loss {losses[0]:.4f} as trained, {losses[1]:.4f} merged and plain")
 
 
 if __name__ == "__main__":
