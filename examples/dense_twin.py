@@ -312,25 +312,27 @@ def check_gradients(
     largest = max((event.nbytes for event, _ in report), default=0)
     print(f"became dense: {report.count} arrays, the largest of {largest} bytes")
     ratios = [f"{a / b:.2f}" for a, b in zip(ours.seconds, twin.seconds, strict=True)]
-    print("to the dense twin: trace {} x, lower {} x, compile {} x".format(*ratios))
+    print(
+        "seconds to those of the dense twin: trace {} x, lower {} x, compile {} x".format(*ratios)
+    )
     if off[0][1] > 10 * max(off[1][1], 1e-6) or largest > LIMIT:
         raise InputError("the gradients are not those of the dense twin, or arrays became dense")
 
 
 class Compiled(NamedTuple):
-    """A compiled program, and the seconds that it took to trace, lower and compile it."""
+    """A compiled program, and the seconds of CPUs that it took to trace, lower and compile it."""
 
     run: Callable[..., Any]
     seconds: tuple[float, float, float]
 
 
 def compiled(function: Callable[..., Any], *args: Any) -> Compiled:
-    times = [time.perf_counter()]
+    times = [time.process_time()]
     traced = jax.jit(function).trace(*args)
-    times.append(time.perf_counter())
+    times.append(time.process_time())
     lowered = traced.lower()
-    times.append(time.perf_counter())
+    times.append(time.process_time())
     run = lowered.compile()
-    times.append(time.perf_counter())
+    times.append(time.process_time())
     trace, lower, compile = (b - a for a, b in itertools.pairwise(times))
     return Compiled(run, (trace, lower, compile))

@@ -200,9 +200,10 @@ def train(model: hk.Transformed, params: Params, key: jax.Array, batch: Any) -> 
         updates, state = optimizer.update(grads, state, trained)
         return optax.apply_updates(trained, updates), state, loss
 
-    count, total = (sum(x.size for x in jax.tree.leaves(t)) for t in (trained, params))
-    factors = sum(len(entries) for entries in trained.values()) // 2
-    print(f"{total - count:,} weights, {count:,} trained numbers in LoRA on {factors} of them")
+    total = sum(x.size for x in hki.tree_leaves_with_implicit(params))
+    count = sum(x.size for x in jax.tree.leaves(trained))
+    matrices = sum(len(entries) for entries in trained.values()) // 2
+    print(f"{total:,} numbers in weights, {count:,} trained ones in LoRA on {matrices} matrices")
     state = optimizer.init(trained)
     for number in tqdm(range(_STEPS.value), unit="step", disable=not sys.stderr.isatty()):
         trained, state, loss = step(trained, state, jax.random.fold_in(key, number))

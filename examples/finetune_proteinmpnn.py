@@ -8,6 +8,7 @@ modified. The chains are a folder of PDB files, such as the zinc fingers of Debi
     python examples/finetune_proteinmpnn.py --pdbs=FOLDER --load=adapter.safetensors
 """
 
+import collections
 import contextlib
 import pathlib
 import statistics
@@ -162,11 +163,11 @@ def padded(x: np.ndarray, length: int) -> np.ndarray:
 
 def folds_of(names: list[str], count: int) -> np.ndarray:
     """The fold of each chain. Chains of one PDB entry, the first four letters, stay together."""
-    entries = sorted({name[:4] for name in names}, key=lambda e: -sum(n[:4] == e for n in names))
+    entries = collections.Counter(name[:4] for name in sorted(names))
     sizes, fold = [0] * count, {}
-    for entry in entries:
+    for entry, chains in entries.most_common():
         fold[entry] = sizes.index(min(sizes))
-        sizes[fold[entry]] += sum(name[:4] == entry for name in names)
+        sizes[fold[entry]] += chains
     return np.array([fold[name[:4]] for name in names])
 
 
