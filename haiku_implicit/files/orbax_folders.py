@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import Structure, describe
@@ -36,8 +37,7 @@ class Folder:
                 "pip install orbax-checkpoint"
             ) from e
         self._reader = self._orbax.Checkpointer(self._orbax.PyTreeCheckpointHandler())
-        tree = self._guarded(lambda: self._reader.metadata(path).item_metadata.tree)
-        leaves, self._treedef = jax.tree.flatten(tree)
+        leaves, self._treedef = jax.tree.flatten(self._guarded(self._tree))
         self._structs = [self._struct_of(leaf) for leaf in leaves]
         described = describe(jax.tree.unflatten(self._treedef, self._structs))
         self.structure: Structure = described.structure
@@ -56,6 +56,11 @@ class Folder:
         """Ends Orbax's reader, and forgets what was read ahead."""
         self._reader.close()
         self._read = {}
+
+    def _tree(self) -> Tree:
+        """The tree with metadata for arrays; Orbax 0.11 gives it without that of a step."""
+        found = self._reader.metadata(self.path)
+        return getattr(found, "item_metadata", found).tree
 
     def _group(self, first: int) -> dict[int, np.ndarray]:
         """Reads an array and those that follow it, as long as they are small together."""
@@ -88,4 +93,6 @@ class Folder:
             return run()
         except Exception as e:  # Orbax and TensorStore raise many types for a damaged folder
             said = " ".join(f"{type(e).__name__}: {e}".split())
-            raise CheckpointError(f"{self.path}: a checkpoint of Orbax, which can't read it ({said:.500})") from e
+            raise CheckpointError(
+                f"{self.path}: a checkpoint of Orbax, which can't read it ({said:.500})"
+            ) from e

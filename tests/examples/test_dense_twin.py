@@ -4,12 +4,14 @@ import pathlib
 import subprocess
 import sys
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dense_twin
+import haiku_implicit as hki
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STAND_INS = ROOT / "tests" / "examples" / "stand_ins"
@@ -53,6 +55,24 @@ def test_a_folder_that_is_not_there(tmp_path):
     (tmp_path / "src").mkdir()
     with pytest.raises(dense_twin.InputError, match="no_such_model could not be imported from"):
         dense_twin.modules_of(str(tmp_path), ["no_such_model"])
+
+
+@pytest.mark.parametrize("times", [1.0, 1.01])
+def test_gradients_that_are_not_those_of_the_twin(times, capsys):
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 4])(x)))
+    params = hki.add_lora(model.init(jax.random.key(1), x), 0, rank=2)
+    factors = iter([times, 1.0])  # ours is traced first
+
+    def loss_of(apply, params):
+        return next(factors) * jnp.square(apply(params, x)).mean()
+
+    if times == 1.0:
+        dense_twin.check_gradients(model, params, loss_of)
+        assert "became dense: 0 arrays" in capsys.readouterr().out
+    else:
+        with pytest.raises(dense_twin.InputError, match="not those of the dense twin"):
+            dense_twin.check_gradients(model, params, loss_of)
 
 
 @pytest.mark.slow

@@ -293,7 +293,9 @@ def test_orbax_that_is_damaged(orbax, tmp_path):
     for file in (tmp_path / "model").rglob("*"):
         if file.is_file() and file.stat().st_size > 1000:
             file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(hki.CheckpointError, match="model: a checkpoint of Orbax, which can't read it"):
+    with pytest.raises(
+        hki.CheckpointError, match="model: a checkpoint of Orbax, which can't read it"
+    ):
         hki.load(tmp_path / "model")
 
 
