@@ -63,7 +63,10 @@ MISTAKES = {
         {**PARAMS, "b": {"w": jnp.ones((9, 8))}}, group_size=8
     ),
     "an adapter has more numbers": lambda: hki.add_lora(
-        {"a": {"w": jnp.ones((8, 4, 4))}}, 0, rank=4
+        {"a": {"w": jnp.ones((8, 4, 4))}}, 0, rank=4, matrix_axes={}
+    ),
+    "nothing says which axes of": lambda: hki.add_lora(
+        {"a": {"w": jnp.ones((8, 4, 4))}}, 0, rank=2
     ),
     "... was materialized": lambda: hki.use_implicit_args(lambda p: jnp.sin(p["a"]["w"]))(TUNED),
     "codes of ...": lambda: LOSS(cast(TUNED, jnp.float8_e4m3fn)),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -120,25 +119,32 @@ def summary(
     """
     if depth == 0:
         raise ValueError("depth: expected None, 1 and more, or -1 and less, got 0")
-    flags: Sequence[bool] | None = None
+
+    def is_trained(slots: Sequence[Slot]) -> Sequence[bool]:
+        return trained(slots, trainable_dense)
+
     if isinstance(params, Frozen):
         params, flags = params.shapes()
+        known = dict(zip((slot.path for slot in slots_of(params)), flags, strict=True))
+
+        def is_trained(slots: Sequence[Slot]) -> Sequence[bool]:
+            return [known[slot.path] for slot in slots]
+
     parameters = trees.parameters_of(params)
-    slots = slots_of(params)
-    counts = _trained_counts(slots, trained(slots, trainable_dense) if flags is None else flags)
-    rows = [_row_of(p, counts[p.path]) for p in parameters]
+    counts = _trained_counts(parameters, is_trained)
+    rows = [_row_of(p, count) for p, count in zip(parameters, counts, strict=True)]
     if depth is not None:
         rows = _by_module(rows, depth)
     return Summary(tuple(rows), _joined("total", rows)._replace(kind="", dtype=None))
 
 
-def _trained_counts(slots: Sequence[Slot], flags: Sequence[bool]) -> Mapping[str, int]:
-    """The count of trained numbers in each parameter, by its path."""
-    counts: collections.Counter[str] = collections.Counter()
-    for slot, flag in zip(slots, flags, strict=True):
-        path = slot.path[: len(slot.path) - len(slot.fields)]
-        counts["/".join(path)] += math.prod(np.shape(slot.value)) if flag else 0
-    return counts
+def _trained_counts(
+    parameters: Sequence[trees.Parameter], is_trained: Callable[[Sequence[Slot]], Sequence[bool]]
+) -> list[int]:
+    """The count of trained numbers in each parameter."""
+    own = [slots_of({p.module_name: {p.name: p.value}}) for p in parameters]
+    flags = iter(is_trained([slot for slots in own for slot in slots]))
+    return [sum(math.prod(np.shape(s.value)) for s in slots if next(flags)) for slots in own]
 
 
 def _row_of(parameter: trees.Parameter, count: int) -> SummaryRow:
