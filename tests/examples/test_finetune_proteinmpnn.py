@@ -9,8 +9,6 @@ import joblib
 import numpy as np
 import pytest
 
-import finetune_proteinmpnn
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 REPO = ROOT / "tests" / "examples" / "stand_ins" / "colabdesign"
 WIDTH = 128
@@ -115,15 +113,22 @@ def test_unusable_flags(flags, message, program, tmp_path):
     assert "Traceback" not in run.stderr
 
 
-def test_chains_of_an_entry_stay_together():
-    names = ["1aaa1", "1aaa2", "1aaa3", "1bbb", "1ccc", "2dddA", "2dddB"]
-    assert finetune_proteinmpnn.folds_of(names, 3).tolist() == [0, 0, 0, 2, 2, 1, 1]
+# In a process of its own: flags of scripts have the same names.
+PARTS = """
+import jax
+import finetune_proteinmpnn as script
+
+# Chains of one entry stay together.
+names = ["1aaa1", "1aaa2", "1aaa3", "1bbb", "1ccc", "2dddA", "2dddB"]
+assert script.folds_of(names, 3).tolist() == [0, 0, 0, 2, 2, 1, 1]
+
+# JAX has its older name only for a while.
+assert not hasattr(jax, "tree_map")
+with script.names_of_older_jax():
+    assert jax.tree_map is jax.tree.map
+assert not hasattr(jax, "tree_map")
+"""
 
 
-def test_the_model_has_its_older_name_only_for_a_while():
-    import jax
-
-    assert not hasattr(jax, "tree_map")
-    with finetune_proteinmpnn.names_of_older_jax():
-        assert jax.tree_map is jax.tree.map
-    assert not hasattr(jax, "tree_map")
+def test_folds_and_the_older_name():
+    subprocess.run([sys.executable, "-c", PARTS], cwd=ROOT / "examples", check=True)
