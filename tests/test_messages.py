@@ -76,6 +76,7 @@ MISTAKES = {
     "unsupported operand type(s) for *: 'float' and 'NoneType'": other_half,
     "No value for 'average'": batch_norm,
 }
+OF_TYPEOF = "Triggering __jax_array__() during abstractification is no longer supported."
 OF_JAX_ALONE = "Unable to initialize backend 'tpu'"
 # `test_freeze.py` sees these, on JAX from 0.9 on.
 OF_REFERENCES = [
@@ -112,8 +113,20 @@ def test_a_message_on_the_page_is_what_people_see(start):
 
 def test_each_message_is_tried():
     rest = [x for x in messages() if not any(x.startswith(start) for start in MISTAKES)]
-    assert rest == [*OF_REFERENCES, OF_JAX_ALONE]
+    assert rest == [*OF_REFERENCES, OF_TYPEOF, OF_JAX_ALONE]
     assert len(messages()) == len(MISTAKES) + len(rest)
+
+
+def test_the_type_of_an_implicit_array():
+    weight = TUNED["a"]["w"]
+    message = said(lambda: jax.typeof(weight))
+    if jax.__version_info__ < (0, 9):  # These call `__jax_array__`, which has its own message.
+        assert message.startswith(OF_TYPEOF) or "was used as if it were a dense array" in message
+    else:
+        assert message.startswith(OF_TYPEOF)
+    assert weight.aval == jax.typeof(PARAMS["a"]["w"])
+    turned = hki.use_implicit_args(lambda w: jax.lax.transpose(w, (1, 0)))(weight)
+    np.testing.assert_array_equal(hki.materialize(turned), PARAMS["a"]["w"].T)
 
 
 def test_the_ways_out():
