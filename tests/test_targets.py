@@ -68,8 +68,14 @@ def changed(old, new):
 @ALL
 @pytest.mark.parametrize(
     "exclude",
-    ["head/.*", re.compile("head/w"), lambda module, name, value: module == "head"],
-    ids=["text", "pattern", "predicate"],
+    [
+        "head/.*",
+        re.compile("head/w"),
+        lambda module, name, value: module == "head",
+        ["head/w"],
+        [hki.BIASES, re.compile("head/w")],
+    ],
+    ids=["text", "pattern", "predicate", "name", "list"],
 )
 def test_excluded_parameters_are_left_out(make, edit, kind, exclude):
     params = make()
@@ -102,6 +108,23 @@ def test_a_misspelt_exclude_is_an_error(make, edit, kind):
         edit(make(), exclude="haed/w")
     with pytest.raises(TypeError, match="exclude: expected a regular expression"):
         edit(make(), exclude=3)
+
+
+def test_lists_of_names_and_expressions():
+    params = {"a.b": {"w": jnp.ones((2, 2)), "w[0]": jnp.ones((2, 2)), "(": jnp.ones((2, 2))}}
+    params |= {"a_b": {"w": jnp.ones((2, 2)), "w0": jnp.ones((2, 2))}}
+
+    def chosen(*targets):
+        return changed(params, hki.zero_params(params, targets=targets))
+
+    assert chosen("a.b/w") == ["a.b/w"]  # a name, though it would match a_b/w
+    assert chosen("a.b/w", "a_b/w0") == ["a.b/w", "a_b/w0"]
+    assert chosen("a.b/(") == ["a.b/("]  # not an expression
+    assert chosen("a_b/.*", "a.b/w[0]") == ["a.b/w[0]", "a_b/w", "a_b/w0"]
+    with pytest.raises(ValueError, match=r"targets: no parameter is 'a-b/w'. Nearest: a_b/w"):
+        chosen("a_b/w", "a-b/w")
+    with pytest.raises(ValueError, match=r"targets: no parameter matches 'c/.\*'. Nearest: a"):
+        chosen("a_b/w", "c/.*")
 
 
 def test_an_exclude_that_leaves_nothing_says_so():

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Union
 
 from haiku_implicit.core.typing import Array
@@ -10,10 +10,12 @@ from haiku_implicit.core.typing import Array
 # A function of a module's name, a parameter's name and the parameter, like Haiku's own predicates.
 Predicate = Callable[[str, str, Array], bool]
 # A predicate; a regular expression that the whole of `module/name` has to match; a list of names
-# `module/name`; all; none.
+# `module/name` and of regular expressions; all; none.
 Targets = Union[  # noqa: UP007 (a callable can't be or-ed)
-    Predicate, str, re.Pattern[str], Sequence[str], bool
+    Predicate, str, re.Pattern[str], Sequence[str | re.Pattern[str]], bool
 ]
+# A list's string without any of these is a name. (A point is in the names of some trees.)
+_SPECIAL = re.compile(r"[\\()\[\]{}*+?|^$]")
 
 
 def path_of(module_name: str, name: str) -> str:
@@ -42,13 +44,14 @@ def predicate_of(
         return lambda module_name, name, value: constant
     if callable(targets):
         return targets
-    if is_list_of_paths(targets):
-        paths = frozenset(targets)  # type: ignore[arg-type]
-        return lambda module_name, name, value: path_of(module_name, name) in paths
+    if is_list(targets):
+        chosen = _in_list(targets)  # type: ignore[arg-type]
+        return lambda module_name, name, value: chosen(path_of(module_name, name))
     if not isinstance(targets, str | re.Pattern):
         raise TypeError(
-            f"{argument}: expected a regular expression over 'module/name', a list of such names, a "
-            f"predicate (module_name, name, value) -> bool, True or False, got {targets!r}"
+            f"{argument}: expected a regular expression over 'module/name', a list of names or "
+            "expressions, a predicate (module_name, name, value) -> bool, True or False, "
+            f"got {targets!r}"
         )
     pattern = compiled(argument, targets)
     return lambda module_name, name, value: bool(pattern.fullmatch(path_of(module_name, name)))
@@ -70,23 +73,45 @@ def compiled(argument: str, pattern: Any) -> re.Pattern[str]:
         raise ValueError(f"{argument}: {pattern!r} is not a regular expression: {e}") from None
 
 
-def is_list_of_paths(targets: Any) -> bool:
-    """Whether an argument like `targets` is a list, a tuple or a set of names `module/name`."""
+def is_list(targets: Any) -> bool:
+    """Whether an argument like `targets` is a list, a tuple or a set of names and expressions."""
     return isinstance(targets, list | tuple | set | frozenset) and all(
-        isinstance(x, str) for x in targets
+        isinstance(x, str | re.Pattern) for x in targets
     )
 
 
-def check_paths(argument: str, targets: Any, paths: Sequence[str]) -> None:
-    """Checks that all names in a list are names of parameters.
+def _in_list(items: Collection[str | re.Pattern[str]]) -> Callable[[str], bool]:
+    """Returns the function that tells whether `module/name` is in a list, or matches an item of it."""
+    names = frozenset(x for x in items if isinstance(x, str))
+    expressions = [re.compile(x) for x in items if not _is_name(x)]
+    return lambda path: path in names or any(x.fullmatch(path) for x in expressions)
+
+
+def _is_name(item: str | re.Pattern[str]) -> bool:
+    """Whether a list's item can only be a name."""
+    if isinstance(item, re.Pattern):
+        return False
+    try:
+        re.compile(item)
+    except re.error:
+        return True
+    return not _SPECIAL.search(item)
+
+
+def check_list(argument: str, targets: Any, paths: Sequence[str]) -> None:
+    """Checks that each item of a list is a parameter's name, or matches one.
 
     Raises:
-      ValueError: if one is not a parameter's name.
+      ValueError: if one does neither.
     """
-    for name in targets if is_list_of_paths(targets) else ():
-        if name not in paths:
-            nearest = difflib.get_close_matches(name, paths, n=5, cutoff=0.0)
-            raise ValueError(f"{argument}: no parameter is {name!r}. Nearest: {', '.join(nearest)}")
+    known = frozenset(paths)
+    for item in targets if is_list(targets) else ():
+        if item in known or (not _is_name(item) and any(map(_in_list([item]), paths))):
+            continue
+        text = item if isinstance(item, str) else item.pattern
+        nearest = ", ".join(difflib.get_close_matches(text, paths, n=5, cutoff=0.0))
+        what = f"is {text!r}" if _is_name(item) else f"matches {text!r}"
+        raise ValueError(f"{argument}: no parameter {what}. Nearest: {nearest}")
 
 
 def no_match(

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from haiku_implicit.core import progress
-from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
+from haiku_implicit.core.predicates import Targets, check_list, no_match, path_of, predicate_of
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import container, dtypes
 from haiku_implicit.files import structure as structures
@@ -49,9 +49,9 @@ class Checkpoint(Mapping[Any, Any]):
         """Reads the tree.
 
         Args:
-          only: the parameters to read: a regular expression over `module/name`, a list of such names,
-            or a predicate `(module_name, name, value) -> bool`, which sees arrays without their values.
-            The result has only these. The tree has to be nested dicts.
+          only: the parameters to read: a regular expression over `module/name`, a list of names or
+            expressions, or a predicate `(module_name, name, value) -> bool`, which sees arrays without
+            their values. The result has only these. The tree has to be nested dicts.
           like: a tree to compare with: see `haiku_implicit.load`.
           shardings: the shardings of the arrays: see `haiku_implicit.load`.
 
@@ -145,7 +145,7 @@ def _selected(structure: Structure, only: Targets, file: str) -> Structure:
             "haiku_implicit.open_checkpoint, and read the part of it that is such a dict"
         )
     kept = below((), structure)
-    check_paths("only", only, paths)
+    check_list("only", only, paths)
     if kept is None:
         raise no_match("only", only, paths)
     return kept

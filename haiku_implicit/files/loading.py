@@ -46,7 +46,8 @@ def load(
       like: a tree of arrays or `jax.ShapeDtypeStruct`. If the tree in the file has other containers,
         types, keys, shapes, dtypes or static metadata, this is an error. The default does not check.
       only: the parameters to read, if the tree consists of nested dicts: a regular expression over
-        `module/name`, a list of such names, or a predicate `(module_name, name, value) -> bool`.
+        `module/name`, a list of names or expressions, or a predicate
+        `(module_name, name, value) -> bool`.
       shardings: one `jax.sharding.Sharding` for all arrays, or a tree of them, like the tree in the
         file or a prefix of it, such as `haiku_implicit.shardings` gives; None in it stands for the
         default device. Each process reads only the parts that its devices hold. Devices and processes

@@ -11,7 +11,7 @@ import numpy as np
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.matrix_view import view_of
 from haiku_implicit.core.messages import shown, warn_caller
-from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
+from haiku_implicit.core.predicates import Targets, check_list, no_match, path_of, predicate_of
 from haiku_implicit.core.progress import bar
 from haiku_implicit.core.typing import Array, DType, Tree
 from haiku_implicit.files.container import CheckpointError
@@ -156,7 +156,7 @@ def _check_like(placed: Mapping[str, _Placed], like: Tree, where: str) -> None:
 def _dense_ones(placed: Mapping[str, _Placed], dequantize: Targets | None) -> set[str]:
     """The paths that `dequantize` chooses."""
     chosen = predicate_of("dequantize", dequantize, lambda module_name, name, value: False)
-    check_paths("dequantize", dequantize, list(placed))
+    check_list("dequantize", dequantize, list(placed))
     found = set()
     for path, own in placed.items():
         module, _, name = path.rpartition("/")

@@ -10,7 +10,7 @@ import numpy as np
 
 from haiku_implicit.core import containers
 from haiku_implicit.core.array import flatten, is_implicit, num_batch_axes, short
-from haiku_implicit.core.predicates import Targets, check_paths, no_match, path_of, predicate_of
+from haiku_implicit.core.predicates import Targets, check_list, no_match, path_of, predicate_of
 from haiku_implicit.core.typing import Tree, TreeDef
 
 
@@ -96,7 +96,7 @@ def _excluded(leaves: list[tuple[str, str, Any]], exclude: Targets | None) -> li
         return [False] * len(leaves)
     predicate = predicate_of("exclude", exclude)
     paths = [path_of(module_name, name) for module_name, name, _ in leaves]
-    check_paths("exclude", exclude, paths)
+    check_list("exclude", exclude, paths)
     chosen = [bool(predicate(*leaf)) for leaf in leaves]
     if not any(chosen) and not isinstance(exclude, bool):
         raise no_match("exclude", exclude, paths, kind="leaves")

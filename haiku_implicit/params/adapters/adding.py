@@ -62,7 +62,8 @@ def add_lora(
         or `scale` (or `gating_b`, `query_bias` and so on), and `pos`, `position_embeddings` or
         another name for a table of positions, which is added. A warning names the weights without
         room that `exclude` does not name. A string or compiled pattern: the parameters whose whole
-        `module/name` matches the regular expression. A predicate: those for which
+        `module/name` matches the regular expression. A list: those that one of its names
+        `module/name` or expressions selects. A predicate: those for which
         `targets(module_name, name, value)` is true. True: all.
       init: the initialization of the factors. A function draws `a`, as `init(key, shape, dtype)`, and
         `b` is zero; None: uniform in ±1/sqrt(n). 'gaussian': normal. 'orthogonal': neither factor is

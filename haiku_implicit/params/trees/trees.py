@@ -14,7 +14,7 @@ from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_no_half, check_values, is_implicit
 from haiku_implicit.core.messages import shown, warn_caller
-from haiku_implicit.core.predicates import Predicate, Targets, check_paths, no_match, predicate_of
+from haiku_implicit.core.predicates import Predicate, Targets, check_list, no_match, predicate_of
 from haiku_implicit.core.typing import Array, Params, Tree
 from haiku_implicit.params.trees import selection
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf, check_given, open_matrix
@@ -170,8 +170,8 @@ class Choice(NamedTuple):
         if not self.may_be_empty:
             paths = [p.path for p in parameters]
             check_given(self.matrix_axes, paths)
-            check_paths("targets", self.targets, paths)
-            check_paths("exclude", self.exclude, paths)
+            check_list("targets", self.targets, paths)
+            check_list("exclude", self.exclude, paths)
         of_matrix = default and (lambda *of: default(*self.opened(Parameter(*of))[:3]))
         chosen = predicate_of("targets", self.targets, of_matrix)
         excluded = predicate_of("exclude", self.exclude, lambda *_: False)
