@@ -571,6 +571,8 @@ def test_arguments_that_cannot_be():
     model, own = hki.freeze(DENSE, on_int8(params))
     with pytest.raises(ValueError, match=r"model: it is from hki\.freeze already.*model\.whole"):
         hki.freeze(model, on_int8(params))
+    with pytest.raises(ValueError, match=r"model: it is from hki\.freeze already, .*Use both as"):
+        hki.freeze(model, own)
     with pytest.raises(TypeError, match=r"transformed: a model from hki\.freeze.*model\.whole"):
         hki.mox.make_mox(model)
     structs = jax.eval_shape(lambda: params)

@@ -18,8 +18,8 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import (
-    materialize,
     is_value,
+    materialize,
     tree_leaves_with_implicit,
     tree_map_with_implicit,
 )
@@ -109,8 +109,9 @@ def freeze(
     Returns:
       `(model, params)`: a model of the same kind, and the trained arrays. Its `apply` takes these
       instead of all parameters, and its results are dense, unless an argument is implicit, such as a
-      cache. Its `init` returns them as they are now, whatever its key is, with the state that the
-      model's own `init` makes with that key. (For other factors, give `add_lora` another key.) `model.params(params)` gives all parameters back, for saving, merging and serving, and
+      cache. Its `init` returns the trained arrays as they are now, whatever its key is, with the state
+      that the model's own `init` makes with that key. (For other factors, give `add_lora` another key.)
+      `model.params(params)` gives all parameters back, for saving, merging and serving, and
       `model.whole` is the model that takes them. A file of the trained arrays alone does not name their
       base; a file of `get_adapter(model.params(params))` does, and `set_adapter` checks it.
 
@@ -136,6 +137,12 @@ def freeze(
     given: Any = model
     if isinstance(given, Frozen) and isinstance(params, Mapping):
         given.check(params)
+        if trainable_dense is False:
+            raise ValueError(
+                "model: it is from hki.freeze already, and params are the arrays that it trains. Use "
+                "both as they are. trainable_dense= chooses some of these arrays; to freeze anew, give "
+                "model.whole and model.params(params)"
+            )
     if not takes_implicit(model) and _has_implicit(params):
         model = transform_implicit(model)
     halves = _split(params, trainable_dense, by_reference)
