@@ -45,10 +45,11 @@ def bind(primitive: Primitive, args: Sequence[Array], params: EqnParams) -> list
 def on_device(x: np.ndarray) -> jax.Array:
     """An array of JAX for one of NumPy, whose memory it may use on a CPU.
 
-    For `jnp.asarray` JAX 0.10 compiles a program for each shape.
+    It is placed as `jnp.array` places it, for which JAX 0.10 compiles a program for each shape.
     """
     with jax.ensure_compile_time_eval():
-        return jax.device_put(x)
+        on_mesh = not jax.sharding.get_abstract_mesh().empty
+        return jnp.array(x) if on_mesh else jax.device_put(x)
 
 
 def scan_arity(params: EqnParams, operands: list[Array]) -> tuple[int, int]:
