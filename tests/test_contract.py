@@ -67,7 +67,7 @@ def has_rules(kind):
         types = (*method.signature.types, method.signature.varargs)
         return any(isinstance(t, type) and t is not object and issubclass(kind, t) for t in types)
 
-    rules = {p.name for p, methods in dispatch._rules.items() if any(map(mentions, methods))}
+    rules = {p.name for p, methods in dispatch.rules().items() if any(map(mentions, methods))}
     return rules | {primitive.name for primitive in interpreter.HIGHER_ORDER}
 
 
