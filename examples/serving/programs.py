@@ -1,7 +1,7 @@
 """The server's compiled programs: reading a piece of a prompt, and decoding for all running requests.
 
-Each running request has a row: its state, a whole Haiku state for a batch of one, so that each request
-has its own position, and the factors of its adapter. The model knows nothing of this: `jax.vmap` runs it.
+Each running request has a row: its state, which is a whole Haiku state for a batch of one, so that it has
+its own position, and the factors of its adapter. The model knows nothing of this: `jax.vmap` runs it.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Sizes:
         return self.widths[-1]
 
     def piece(self, start: int, end: int) -> int:
-        """Returns the length of the next piece of a prompt of `end` tokens, of which `start` are read."""
+        """Returns the length of the next piece of a prompt, from token `start` of its `end` tokens."""
         fitting = [size for size in self.pieces if start + size <= self.length]
         return next((size for size in fitting if size >= end - start), fitting[-1])
 

@@ -149,9 +149,12 @@ class AdapterBank:
         return self.with_factors(self.factors(slot))
 
     def factors(self, slot: Any) -> _Slots:
-        """The factors and the scale of one slot, for `with_factors`; see `select`.
+        """The factors and the scale of one slot, as `select` chooses them, for `with_factors`.
 
-        A loop that gathers them once, before it starts, does not gather them in each step.
+        A program of many steps, such as decoding, gathers them once:
+
+            factors = jax.vmap(bank.factors)(slots)
+            step = jax.vmap(lambda factors, x: apply(bank.with_factors(factors), x))
         """
         if not isinstance(slot, jax.core.Tracer):
             self._checked_slot(slot)
