@@ -250,6 +250,19 @@ def test_a_call_ends_with_the_first_answer_while_others_wait_for_a_slot():
     assert engine.programs.calls == [[0], [10], (2, 2), [20], (6, 2)]
 
 
+def test_cancelling_while_the_prompt_is_read(bursting):
+    one, heard = request([1] * 20, "base")
+    bursting.submit(one)
+    bursting.turn()
+    bursting.cancel(one)
+    bursting.turn()
+    assert heard == [Finished("cancelled")] and bursting.programs.calls == [[1] * 8]
+    other, heard = request([3], "base", 2)
+    bursting.submit(other)
+    run_all(bursting)
+    assert heard == [4, 5, Finished("length")] and bursting.programs.calls[2:] == [(1, 1)]
+
+
 def test_a_token_that_ends_an_answer_within_a_call(bursting):
     asked = [request([3], "base", 9, stop=frozenset([6])), request([13], "base", 9)]
     for one, _ in asked:
