@@ -236,7 +236,8 @@ def test_whoever_goes_away_gives_the_slot_back(compiled, checkpoint, adapters, s
             return engine.counters
 
     counters = asyncio.run(run())
-    assert counters.finished == {"cancelled": 1} and counters.tokens in (3, 4)
+    # The token after the prompt, and those of one call.
+    assert counters.finished == {"cancelled": 1} and counters.tokens == 1 + SIZES.burst
 
 
 def test_errors(compiled, checkpoint, adapters, tmp_path):
