@@ -1,7 +1,7 @@
 """The server's compiled programs: reading a piece of a prompt, and decoding for all running requests.
 
-Each running request has a row: its state, which is a whole Haiku state for a batch of one, so that it has
-its own position, and the factors of its adapter. The model knows nothing of this: `jax.vmap` runs it.
+Each running request has a row: the factors of its adapter, and its state, which is a whole Haiku state
+for a batch of one with its own position. The model knows nothing of this: `jax.vmap` runs it.
 """
 
 import dataclasses
