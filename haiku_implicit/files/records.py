@@ -6,7 +6,6 @@ one array at a time.
 """
 
 import contextlib
-import importlib
 import io
 import math
 import os
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 import numpy as np
 
+from haiku_implicit.core.messages import imported
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import Structure, describe
@@ -241,13 +241,9 @@ class _Unpacked:
 
     def __init__(self, path: str, file: BinaryIO):
         self._path, self._file = path, file
-        try:
-            self._zstandard = importlib.import_module("zstandard")
-        except ImportError as e:
-            raise ImportError(
-                f"{path}: compressed by zstd, which needs the package zstandard: "
-                "pip install zstandard"
-            ) from e
+        self._zstandard = imported(
+            "zstandard", f"{path}: compressed by zstd, which needs zstandard", "zstandard"
+        )
         self._frame = self._new_frame()
         self._found, self._at = b"", 0
 
