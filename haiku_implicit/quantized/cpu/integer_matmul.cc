@@ -56,6 +56,19 @@ inline Wide lookup(Wide table, Wide index) {
 #endif
 }
 
+// The elements of a vector at indices.
+inline Floats permuted(Floats values, Ints index) {
+#if defined(HKI_AVX512)
+  return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)values);
+#elif defined(HKI_AVX2)
+  return (Floats)_mm256_permutevar8x32_ps((__m256)values, (__m256i)index);
+#else
+  Floats out;
+  for (int i = 0; i < kLanes; ++i) out[i] = values[index[i]];
+  return out;
+#endif
+}
+
 // --- the matrix ----------------------------------------------------------------------------------
 
 // Its codes in vectors. Groups begin new ones, or vectors hold several whole groups.
@@ -227,7 +240,7 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
       Wide values[R][P];
       for (int r = 0; r < R; ++r) {
         integers.values<nibbles>(codes[r] + byte, values[r]);
-        ask_for(codes[0] + (R * byte + r * kWide + ahead) * w.step);  // R rows follow R
+        ask_for(codes[0] + (R * byte + r * kWide + ahead) * w.step, 1, 1);  // R rows follow R
       }
       for (int m = 0; m < M; ++m)
         for (int p = 0; p < P; ++p) {
@@ -252,12 +265,8 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
         Floats scale[R];
         begin(sums, v);
         add(sums, v * kWide, v);
-        for (int r = 0; r < R; ++r) {
-          Floats table[16 / kLanes];
-          for (int i = 0; i < 16 / kLanes; ++i)
-            table[i] = load<Floats>(scales + r * groups + v * in_vector + i * kLanes);
-          scale[r] = lookup16(table, of_lane);
-        }
+        for (int r = 0; r < R; ++r)
+          scale[r] = permuted(load<Floats>(scales + r * groups + v * in_vector), of_lane);
         end(sums, scale, v);
       }
     } else {

@@ -18,7 +18,8 @@ from haiku_implicit.quantized.layout import FLOATS, Order, readable, sizes
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
-_KINDS = {"int8": 1, "fp8_e4m3": 3, "fp8_e5m2": 4}
+# Kinds of codes of more than four bits that are no integers with a sign, less a bias.
+_TABLE, _SIGNED, _KINDS = 0, 1, {"uint8": 2, "fp8_e4m3": 3, "fp8_e5m2": 4}
 
 # The types of numbers that the kernels read.
 _NUMBERS: dict[type, Any] = {int: np.int64, float: np.float32}
@@ -57,19 +58,12 @@ def native_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, dtype: DType, 
     how = dict(
         along_rows=along_rows,
         table=_table(fmt),
-        kind=0 if fmt.bits <= 4 else _KINDS.get(fmt.name, 2),
+        kind=_TABLE if fmt.bits <= 4 else _KINDS.get(fmt.name, _SIGNED),
         rounding=FLOATS[q.dtype],
         bias=int(fmt.bias) if fmt.bits > 4 else 0,
     )
-    packed = 0 if along_rows else _size_packed(*x.shape)
+    packed = 0 if along_rows or x.shape[1] <= 8 else -(-min(x.shape[1], 512) // 32) * 32 * x.shape[2]
     return _call("QuantizedMatmul", x, q, order, packed, **how).astype(dtype)
-
-
-def _size_packed(batch: int, m: int, length: int) -> int:
-    """Returns the size of the memory into which the kernel packs activations `[batch, m, length]`."""
-    if m <= 8:
-        return batch * m * (length + 16)
-    return -(-min(m, 512) // 32) * 32 * length
 
 
 def _integers(q: QuantizedMatrix, m: int) -> dict[str, Any] | None:
