@@ -605,8 +605,8 @@ void decode_row(const Weights& w, const Blocks& blocks, int64_t row, int64_t fir
     const int64_t stop = std::min(w.group, start + last - first);
     const uint8_t* of_group = codes + group * group_bytes;
     const float scale = w.scale_at(row, group), offset = w.offset_at(row, group);
-    for (int64_t at = start; at < stop;) {
-      const Block& block = blocks[blocks.of(at)];
+    for (int64_t at = start, i = blocks.of(start); at < stop; ++i) {
+      const Block& block = blocks[i];
       for (int i = 0; i < 2 && w.planes[i]; ++i) __builtin_prefetch(of_group + block.at[i] + ahead);
       Floats values[kVectors];
       decode(decode.arranged(blocks.codes(of_group, block)), values);

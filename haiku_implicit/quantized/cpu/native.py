@@ -26,7 +26,7 @@ _NUMBERS: dict[type, Any] = {int: np.int64, float: np.float32}
 
 # Sums of more products of 8-bit integers might overflow 32 bits.
 _LARGEST_GROUP = 1 << 16
-# For more rows than this, decoded groups smaller than this are multiplied as floats.
+# For more rows than this, smaller groups than this are multiplied by tiles, or as floats.
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
 
 
@@ -69,7 +69,8 @@ def native_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, dtype: DType, 
 def _integers(q: QuantizedMatrix, m: int) -> dict[str, Any] | None:
     """Returns how `IntegerMatmul` reads a matrix; None if it cannot, or is slower for `m` rows.
 
-    With many rows, scaling the sums of small groups takes longer than multiplying integers saves.
+    With many rows, scaling the sums of small groups takes longer than multiplying integers saves, unless
+    the kernel's tiles serve the codes.
 
     Returns:
       `table`: the unsigned integer of each code of four bits; for eight bits, the number to add to each
@@ -80,10 +81,11 @@ def _integers(q: QuantizedMatrix, m: int) -> dict[str, Any] | None:
     group = -(-q.shape[q.axis] // q.scale.shape[-1])
     if q.activation not in ("int8", "int8,groups") or q.axis != -2 or group > _LARGEST_GROUP:
         return None
-    if m > _FEW and group < _SMALLEST_GROUP_OF_MANY:
-        return None
+    slow = m > _FEW and group < _SMALLEST_GROUP_OF_MANY
     in_groups = q.activation == "int8,groups"
     if fmt.name in ("int8", "uint8"):
+        if slow and build.largest_tiled() < 255:
+            return None
         bias = 128 if fmt.name == "int8" else 0
         return dict(table=np.asarray([bias], np.int64), bias=bias, unit=1.0, in_groups=in_groups)
     if fmt.planes != (4,):
@@ -93,7 +95,8 @@ def _integers(q: QuantizedMatrix, m: int) -> dict[str, Any] | None:
         if np.all(table % unit == 0):
             integers = (table / unit).astype(np.int64)
             bias = -int(integers.min())
-            if int(integers.max()) + bias > 255:
+            largest = int(integers.max()) + bias
+            if largest > (build.largest_tiled() if slow else 255):
                 return None
             return dict(table=integers + bias, bias=bias, unit=unit, in_groups=in_groups)
     return None
