@@ -29,16 +29,22 @@ constexpr int64_t kRounded = 16;      // rows of x that a thread rounds at a tim
 // Rounded rows of x in the order in which tiles need them, with zeros where there are no codes.
 struct Columns {
   int64_t rows, steps, pieces, groups;  // steps and pieces of a group; rows are whole `kTogether`
-  int32_t* codes;  // [groups, steps, rows]: four each
+  int64_t width;   // rows that are beside each other: `kColumns`, or all
+  int32_t* codes;  // [rows / width, groups, steps, width]: four each
   int32_t* start;  // [groups, pieces, rows]: sums of codes times what values have too much, negative
   float *scale, *sums;  // [groups, rows]
 
   Columns(const Integers& w, int64_t m)
-      : rows(round_up(m, kTogether)),
+      : rows(round_up(m, m > kColumns ? kColumns : kTogether)),
         steps(w.parts() * ((w.group_bytes() + 3) / 4)),
         pieces((steps + kSteps - 1) / kSteps),
-        groups(w.w.groups) {}
+        groups(w.w.groups),
+        width(std::min(rows, kColumns)) {}
 
+  // The codes of a step of a group and a row, and of the rows after it.
+  int32_t* codes_at(int64_t group, int64_t step, int64_t row) const {
+    return codes + ((row / width * groups + group) * steps + step) * width + row % width;
+  }
   int64_t size() const { return groups * rows * (steps + pieces + 2); }
   void place(float* memory) {
     std::fill_n(memory, size(), 0.0f);
@@ -59,7 +65,7 @@ struct Columns {
         const int64_t at = step / parts * 4, count = std::min<int64_t>(4, size - at);
         int8_t four[4] = {};
         std::memcpy(four, flat + step % parts * size + at, count);
-        std::memcpy(codes + (i * steps + step) * rows + row, four, 4);
+        std::memcpy(codes_at(i, step, row), four, 4);
         const int32_t of_step = four[0] + four[1] + four[2] + four[3];
         start[(i * pieces + step / kSteps) * rows + row] -= w.bias * of_step;
         sum += of_step;
@@ -89,7 +95,11 @@ void beside(const uint8_t* const* codes, int64_t at, int64_t count, int32_t* out
 
 using Sums = Ints[kTogether][2];
 
-// Adds the products of some steps of a tile with rows of x. The sums of `deep` steps have 16 bits.
+// Adds the products of some steps of a tile with rows of x. The sums of `deep` steps have 16 bits. (Called,
+// so that registers have these sums, and not what they are added to.)
+#if defined(HKI_AVX2)
+HKI_ONCE
+#endif
 inline void add_steps(Sums& sums, const Wide* tile, int64_t steps, const int32_t* x, int64_t stride,
                       int64_t deep) {
 #if !defined(HKI_VNNI) && (defined(HKI_AVX512) || defined(HKI_AVX2))
@@ -146,7 +156,7 @@ class Tile {
       if (w_.offset.data) read(w_.offset, row, offsets_ + r);
     }
     for (int64_t m0 = 0; m0 < m; m0 += kColumns) {
-      const int64_t columns = std::min(kColumns, x_.rows - m0);
+      const int64_t columns = round_up(std::min(kColumns, m - m0), kTogether);
       std::fill_n(totals_, columns * kTall, 0.0f);
       for (int64_t group = 0; group < x_.groups; ++group)
         for (int64_t piece = 0; piece < x_.pieces; ++piece) add(group, piece, m0, columns);
@@ -189,7 +199,7 @@ class Tile {
   void add(int64_t group, int64_t piece, int64_t m0, int64_t columns) {
     const int64_t from = piece * kSteps, steps = std::min(kSteps, x_.steps - from);
     decode(group, from, steps);
-    const int32_t* codes = x_.codes + (group * x_.steps + from) * x_.rows + m0;
+    const int32_t* codes = x_.codes_at(group, from, m0);
     const int32_t* start = x_.start + (group * x_.pieces + piece) * x_.rows + m0;
     const float *scale = x_.scale + group * x_.rows + m0, *sum = x_.sums + group * x_.rows + m0;
     Floats scales[2], offsets[2];
@@ -202,7 +212,7 @@ class Tile {
       Sums sums;
       HKI_UNROLL
       for (int i = 0; i < kTogether; ++i) sums[i][0] = sums[i][1] = Ints{} + start[m + i];
-      add_steps(sums, tile_, steps, codes + m, x_.rows, deep_);
+      add_steps(sums, tile_, steps, codes + m, x_.width, deep_);
       HKI_UNROLL
       for (int i = 0; i < kTogether; ++i)
         for (int v = 0; v < 2; ++v) {

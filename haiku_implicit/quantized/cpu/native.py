@@ -62,15 +62,17 @@ def native_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, dtype: DType, 
         rounding=FLOATS[q.dtype],
         bias=int(fmt.bias) if fmt.bits > 4 else 0,
     )
-    packed = 0 if along_rows or x.shape[1] <= 8 else -(-min(x.shape[1], 512) // 32) * 32 * x.shape[2]
+    packed = (
+        0 if along_rows or x.shape[1] <= 8 else -(-min(x.shape[1], 512) // 32) * 32 * x.shape[2]
+    )
     return _call("QuantizedMatmul", x, q, order, packed, **how).astype(dtype)
 
 
 def _integers(q: QuantizedMatrix, m: int) -> dict[str, Any] | None:
     """Returns how `IntegerMatmul` reads a matrix; None if it cannot, or is slower for `m` rows.
 
-    With many rows, scaling the sums of small groups takes longer than multiplying integers saves, unless
-    the kernel's tiles serve the codes.
+    With many rows, scaling the sums of small groups takes longer than multiplying integers saves,
+    unless the kernel's tiles serve the codes.
 
     Returns:
       `table`: the unsigned integer of each code of four bits; for eight bits, the number to add to each
