@@ -13,6 +13,7 @@ from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.numbers import calibration, formats, gptq, options, scales
 from haiku_implicit.quantized.numbers.extremes import largest
+from haiku_implicit.quantized.numbers.pieces import can_be_cut, map_rows, put_beside
 
 _BLOCK = 256  # how many scales share a second-level scale, in 'double'
 
@@ -74,14 +75,54 @@ def encode_rows(
     name = scales.name_of(scale_dtype, fmt)
     _check_runs(name, k, tile[1])
     eager = not isinstance(weight, jax.core.Tracer) and not compat.is_traced()
-    encoded, lost, finite = _encoded(weight, moments, fmt, tile, method, name, transposed, eager)
+    if moments is None and _rows_are_independent(fmt, tile, method, name) and can_be_cut(weight):
+        encoded, lost, finite = _in_pieces(weight, fmt, tile[1], method, name, transposed)
+    else:
+        encoded, lost, finite = _encoded(
+            weight, moments, fmt, tile, method, name, transposed, eager
+        )
     with at_trace_time():  # `jax.transfer_guard` should not count the check as a transfer
-        nonfinite = not finite if eager else scales.known_nonfinite(weight)
+        nonfinite = not finite.all() if eager else scales.known_nonfinite(weight)
     if nonfinite:
         about = f"{weight.dtype.name}{list(weight.shape)}"
         raise ValueError(f"w {about}: it has infinite or NaN elements")
     scales.check(lost, scale_dtype)
     return encoded
+
+
+def _rows_are_independent(
+    fmt: formats.Format, tile: tuple[int, int], method: str | None, scale_dtype: str | None
+) -> bool:
+    """Whether the codes of a row have the same bits with any other rows.
+
+    Sums may be taken in another order if there are more rows, and codes of scales belong to many rows.
+    """
+    by_sum = method is None and fmt.name in formats.BY_MEAN
+    by_sum = by_sum or options.split(method)[0] in ("absmean", "rms", "mse", "hqq")
+    return tile[0] == 1 and not by_sum and not _has_coded_scales(scale_dtype)
+
+
+def _has_coded_scales(scale_dtype: str | None) -> bool:
+    return scale_dtype in scales.CODES or scales.runs_of(scale_dtype) is not None
+
+
+def _in_pieces(
+    weight: jax.Array,
+    fmt: formats.Format,
+    group: int,
+    method: str | None,
+    scale_dtype: str | None,
+    transposed: bool,
+) -> tuple[Encoded, Any, Any]:
+    """Returns the result of `_encoded`, by a program for all shapes with groups of this size."""
+    how = fmt, (1, group), method, scale_dtype, False, True
+    found = map_rows(lambda rows: _encoded(rows, None, *how), weight, group, transposed=transposed)
+    *lead, rows = (*weight.shape[:-2], weight.shape[-1 if transposed else -2])
+    count = weight.size // group
+    encoded = jax.tree.map(
+        lambda x: put_beside(x[:count].reshape(*lead, rows, -1), weight), found[0]
+    )
+    return encoded, *found[1:]
 
 
 # Jitted, because eager code would compile each operation for each shape.
@@ -99,15 +140,17 @@ def _encoded(
     """Returns the result of `encode_rows`, whether the scales fit their dtype, and, if it is checked,
     whether the weight is finite.
     """
-    finite = jnp.isfinite(weight).all() if checked else None
     stored = jnp.swapaxes(weight, -1, -2) if transposed else weight
     rounding = scales.rounding(scale_dtype)
     products = moments if moments is not None and moments.ndim == stored.ndim else None
     importance = 1.0 if moments is None else _importance(stored, moments, tile)
     blocks = _blocks(stored, tile)
     found = calibration.calibrate(blocks, fmt, method, rounding, importance)
+    finite = (
+        jnp.isfinite(found.scale).all() if checked else None
+    )  # as the elements of its group are
     held: calibration.Scales
-    if scale_dtype in scales.CODES or scales.runs_of(scale_dtype):
+    if _has_coded_scales(scale_dtype):
         held, lost = _encoded_scales(found, fmt, scale_dtype)
         if options.split(method)[0] == "mse":  # again, among the scales that codes can hold
             rounding = calibration.Rounding(_nearest_of_codes(fmt), held)
