@@ -32,8 +32,7 @@ def test_bits_are_those_of_the_whole(dtype, monkeypatch):
     monkeypatch.setattr(pieces, "_PIECE", 256)  # so there are several, the last one with room
     run, calls = pieces.map_rows, []
     monkeypatch.setattr(
-        "haiku_implicit.quantized.numbers.encoding.map_rows",
-        lambda fun, *args, **kwargs: run(lambda x: calls.append(0) or fun(x), *args, **kwargs),
+        pieces, "map_rows", lambda fun, rows: run(lambda x: calls.append(0) or fun(x), rows)
     )
     for w in (weight(32, 37).astype(jnp.bfloat16), weight(2, 3, 32, 37)):
         got = hki.QuantizedMatrix.quantize(w, dtype, **FORMATS[dtype])
@@ -98,3 +97,21 @@ def test_results_are_where_the_weight_is():
             new = hki.QuantizedMatrix.quantize(w, "int8")
         for x in jax.tree.leaves(new):
             assert x.devices() == w.devices() and x.committed == w.committed
+
+
+@pytest.mark.parametrize("options", [dict(group_size=16), dict(), dict(dtype="uint4")])
+def test_rounding_by_inputs(options, monkeypatch):
+    """Stacked matrices in pieces of rows, each with its own inputs, as `jit` rounds the whole."""
+    monkeypatch.setattr(pieces, "_PIECE", 256)
+    w = jax.random.normal(jax.random.key(0), (2, 96, 13))
+    x = jax.random.normal(jax.random.key(1), (2, 400, 96))
+    x += jnp.roll(x, 1, axis=-1)  # correlated inputs
+    moments = jnp.einsum("bni,bnj->bij", x, x)
+    options = dict(dtype="int4", calibration="mse") | options
+    quantize = lambda w: hki.QuantizedMatrix.quantize(w, **options, moments=moments)  # noqa: E731
+    got, want = (hki.materialize(f(w)) for f in (quantize, jax.jit(quantize)))
+    errors = [float(jnp.linalg.norm(x @ (q - w))) for q in (got, want)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+    plain = hki.materialize(hki.QuantizedMatrix.quantize(w, **options))
+    assert errors[0] < 0.9 * float(jnp.linalg.norm(x @ (plain - w)))
+    assert (np.asarray(got) == np.asarray(want)).mean() > 0.99

@@ -12,7 +12,7 @@ import numpy as np
 from haiku_implicit.core import compat
 from haiku_implicit.core.literals import at_trace_time
 
-_PIECE = 1 << 18  # numbers: few calls, and all temporary arrays stay in the cache
+_PIECE = 1 << 17  # numbers: few calls, and all temporary arrays stay in the cache
 _COLUMNS = 64  # that are transposed at a time, for the same reason
 
 
@@ -26,30 +26,31 @@ def can_be_cut(x: jax.Array) -> bool:
     return device.platform == "cpu" and jax.sharding.get_abstract_mesh().empty
 
 
-def map_rows(
-    fun: Callable[[np.ndarray], Any], x: jax.Array, width: int, *, transposed: bool
-) -> Any:
-    """Calls a function with pieces of the rows of a matrix, all of one shape.
+def on_host(x: jax.Array, transposed: bool) -> np.ndarray:
+    """Returns an array for which `can_be_cut` is true as NumPy has it, perhaps with swapped axes."""
+    with at_trace_time():  # `jax.transfer_guard` should not count this as a transfer
+        return _swapped(np.asarray(x)) if transposed else np.asarray(x)
+
+
+def map_rows(fun: Callable[[np.ndarray], Any], rows: np.ndarray) -> Any:
+    """Calls a function with pieces of a matrix, all of one shape.
 
     Args:
-      fun: a function of rows `[n, width]` that returns a tree of arrays.
-      x: `[..., rows, k]`, for which `can_be_cut` is true.
-      width: a divisor of `k`.
-      transposed: whether the matrix is `[..., k, rows]` instead.
+      fun: a function of rows `[n, width]` that returns a tree of arrays `[n, ...]` and of numbers.
+      rows: all rows, `[..., width]`.
 
     Returns:
-      The results for each piece, joined along their first axis; numbers become an array of them. The
-      last piece is filled up with zeros, so there are more rows than in the matrix.
+      The results for the pieces, joined. Numbers become an array of one for each piece.
     """
-    with at_trace_time():  # `jax.transfer_guard` should not count these copies as transfers
-        matrix = np.asarray(x)
-        rows = (_swapped(matrix) if transposed else matrix).reshape(-1, width)
-        size = max(_PIECE // width, 1)
-        pieces = [rows[i : i + size] for i in range(0, len(rows), size)]
-        filled = np.zeros((size, width), rows.dtype)
-        filled[: len(pieces[-1])] = pieces[-1]
-        found = [fun(piece) for piece in (*pieces[:-1], filled)]
-        return jax.tree.map(lambda *parts: np.concatenate(list(map(np.atleast_1d, parts))), *found)
+    size = max(_PIECE // rows.shape[-1], 1)
+    cut = [rows[i : i + size] for i in range(0, len(rows), size)]
+    last = np.zeros((size, rows.shape[-1]), rows.dtype)
+    last[: len(cut[-1])] = cut[-1]
+    with at_trace_time():
+        found = [fun(piece) for piece in (*cut[:-1], last)]
+        return jax.tree.map(
+            lambda *parts: np.concatenate(list(map(np.atleast_1d, parts)))[: len(rows)], *found
+        )
 
 
 def _swapped(x: np.ndarray) -> np.ndarray:
