@@ -56,7 +56,8 @@ class Room(NamedTuple):
         return (
             f"a weight with room for LoRA of rank {self.rank_of('')}{largest} that is dense or "
             "quantized (those of other types have to be named by targets=; matrix_axes= says which "
-            "axes make the matrix of a weight of more than two, and hki.prepare(model, params, *args) finds them)"
+            "axes make the matrix of a weight of more than two, and hki.prepare(model, params, *args) "
+            "finds them)"
         )
 
     def told(self, left: Sequence[Parameter], *, prepared: bool) -> str:
