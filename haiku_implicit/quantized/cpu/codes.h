@@ -486,12 +486,13 @@ class Blocks {
     return low | (Codes)((CodeWords)high << (uint32_t)planes_[0].bits);
   }
 
-  // The codes of `groups` groups, one in each byte.
+  // The codes of `groups` groups, one in each byte, with zeros up to whole blocks.
   HKI_ONCE void unpack(const uint8_t* stored, int64_t groups, uint8_t* out) const {
     for (; groups; --groups, stored += group_bytes_)
       for (int64_t i = 0; i < size_; ++i, out += kCodes) {
         const Codes found = codes(stored, blocks_[i]);
         std::memcpy(out, &found, kCodes);
+        std::fill(out + blocks_[i].width, out + kCodes, 0);
       }
   }
 

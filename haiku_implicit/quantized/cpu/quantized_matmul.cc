@@ -164,7 +164,9 @@ struct InSixteenBytes {
 template <Kind kind, class Read, int M, int R, bool exact>
 void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int64_t first,
               int64_t last, float* y) {
-  const bool unpacked = std::is_same_v<Read, OneByOne> && w.bits() < 8;
+  // (Bytes behind those of a group may be 8-bit floats that are NaN.)
+  const bool unpacked =
+      std::is_same_v<Read, OneByOne> && (w.bits() < 8 || w.group % kCodes != 0);
   const int64_t group_bytes = w.stored / w.groups, groups = round_up(w.groups, kLanes);
   const int64_t in_group = blocks.size() * kCodes;
   const int64_t apart = Read::bytes < kCodes ? kCodes : in_group / Read::blocks;
