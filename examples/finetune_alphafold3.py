@@ -23,39 +23,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from tqdm import tqdm
 
 import dense_twin
+import fine_tuning
 import haiku_implicit as hki
 import presets
 import training_costs
 from errors import InputError, main_of
 from training_costs import Form
 
-_DO = flags.DEFINE_enum(
-    "do",
-    "train",
-    ["train", "merge", "score", "compare"],
-    "Train an adapter; merge one into the weights; score weights as they are; or compare gradients "
-    "and costs with a dense twin.",
-)
 _REPO = flags.DEFINE_string("repo", None, "Folder of a checkout; by default what is installed.")
 _WEIGHTS = flags.DEFINE_string("weights", None, "Folder of weights; by default random ones.")
-_ADAPTER = flags.DEFINE_string(
-    "adapter", "alphafold3_adapter.safetensors", "Where the adapter is saved, and read from."
-)
-_MERGED = flags.DEFINE_string("merged", None, "Folder for merged weights, for --do=merge.")
 _BASE = flags.DEFINE_enum("base", "int4", ["float", "int8", "int4"], "Form of the frozen weights.")
-_RANK = flags.DEFINE_integer("rank", 4, "Rank of LoRA's factors.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 30, "Training steps.", lower_bound=0)
-_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Adam's learning rate.", lower_bound=0.0)
 _TOKENS = flags.DEFINE_integer("tokens", 16, "Tokens of a structure.", lower_bound=2)
 _ATOMS = flags.DEFINE_integer("atoms", 8, "Atoms of a token.", lower_bound=1)
 _LAYERS = flags.DEFINE_integer(
     "layers", 4, "Layers of each stack at most, a multiple of 4.", lower_bound=4
 )
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "What it computes in.")
-_RUNS = flags.DEFINE_integer("runs", 3, "How often costs are measured.", lower_bound=1)
+flags.set_default(fine_tuning.ADAPTER, "alphafold3_adapter.safetensors")
 
 STRUCTURES = 4
 TARGET_FEATURES = 447
@@ -97,24 +83,16 @@ class Example(NamedTuple):
 
 def run() -> None:
     """Does what `--do` says."""
-    check_paths()
+    fine_tuning.check_paths()
+    if _LAYERS.value % 4:
+        raise InputError(f"--layers={_LAYERS.value}: expected a multiple of 4")
     logging.set_verbosity(logging.FATAL)  # tokamax tells of each kernel that a CPU does not have
     library = load_library()
     model = denoiser(library)
     params = pretrained(library, model)
-    dict(train=train, merge=merge, score=score, compare=compare)[_DO.value](library, model, params)
-
-
-def check_paths() -> None:
-    """Raises before the work, not after it, for a file that can't be read or written."""
-    if _LAYERS.value % 4:
-        raise InputError(f"--layers={_LAYERS.value}: expected a multiple of 4")
-    if _DO.value == "merge" and _MERGED.value is None:
-        raise InputError("--merged: give a folder for the merged weights")
-    if _DO.value == "merge" and not pathlib.Path(_ADAPTER.value).is_file():
-        raise InputError(f"--adapter: there is no file {_ADAPTER.value}. --do=train makes one")
-    if not pathlib.Path(_ADAPTER.value).absolute().parent.is_dir():
-        raise InputError(f"--adapter: {_ADAPTER.value} is in a folder that is not there")
+    dict(train=train, merge=merge, score=score, compare=compare)[fine_tuning.DO.value](
+        library, model, params
+    )
 
 
 def load_library() -> Library:
@@ -260,7 +238,7 @@ def write_weights(library: Library, params: Params) -> None:
     whole: dict[str, dict[str, Any]] = {name: dict(own) for name, own in params.items()}
     if _WEIGHTS.value:
         whole = dense_twin.with_params(read_weights(library), params)
-    folder = pathlib.Path(_MERGED.value or "").expanduser()
+    folder = pathlib.Path(fine_tuning.MERGED.value or "").expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "merged.bin").open("wb") as file:
         for module, own in whole.items():
@@ -285,16 +263,9 @@ def base_of(params: Params, form: str) -> Params:
 def with_lora(params: Params) -> Params:
     """Adds LoRA to the preset's matrices."""
     preset = presets.read("alphafold3")
-    try:
-        return hki.add_lora(
-            params,
-            jax.random.key(0),
-            rank=_RANK.value,
-            targets=preset.adapters["lora"],
-            matrix_axes=preset.matrix_axes,
-        )
-    except ValueError as error:
-        raise InputError(f"--rank={_RANK.value}: {error}") from error
+    return fine_tuning.with_lora(
+        params, targets=preset.adapters["lora"], matrix_axes=preset.matrix_axes
+    )
 
 
 # --- what the script does -------------------------------------------------------------------------
@@ -304,26 +275,15 @@ def train(library: Library, dense: hk.TransformedWithState, params: Params) -> N
     """Trains LoRA, and saves it."""
     params = with_lora(base_of(params, _BASE.value))
     print(hki.summary(params, depth=1))
-    model, trained = hki.freeze(dense, params)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(_RATE.value))
-    # On a chosen device, as the frozen arrays are: otherwise JAX compiles the second step once more.
-    trained, state = jax.device_put((trained, optimizer.init(trained)), jax.devices()[0])
-
-    @jax.jit
-    def step(trained: Params, state: Any, example: Example) -> tuple[Params, Any, jax.Array]:
-        loss, grads = gradients_of(model, trained, example)
-        updates, state = optimizer.update(grads, state, trained)
-        return optax.apply_updates(trained, updates), state, loss
-
-    before = held_out(model, trained)
-    with tqdm(range(_STEPS.value), desc="training", unit="step") as bar:
-        for number in bar:
-            trained, state, loss = step(trained, state, example_of(number))
-            bar.set_postfix(loss=f"{float(loss):.4f}")
-    print(f"\nloss with other noise  {before:.4f} -> {held_out(model, trained):.4f}")
-    hki.save(_ADAPTER.value, hki.get_adapter(model.params(trained)))
-    size = pathlib.Path(_ADAPTER.value).stat().st_size
-    print(f"adapter  {_ADAPTER.value}, {size / 1e6:.1f} MB")
+    frozen = hki.freeze(dense, params)
+    fine_tuning.train(
+        frozen,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(fine_tuning.RATE.value)),
+        functools.partial(gradients_of, frozen[0]),
+        example_of,
+        functools.partial(held_out, frozen[0]),
+        "loss with other noise",
+    )
 
 
 def held_out(model: Any, params: Params) -> float:
@@ -334,15 +294,10 @@ def held_out(model: Any, params: Params) -> float:
 
 def merge(library: Library, dense: hk.TransformedWithState, params: Params) -> None:
     """Merges a saved adapter into the weights, and saves them in AlphaFold 3's own form."""
-    try:
-        adapter = hki.load(_ADAPTER.value)
-        params = hki.set_adapter(base_of(params, _BASE.value), adapter)
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"--adapter: {_ADAPTER.value}: {error}") from error
-    merged = hki.materialize(hki.merge_lora(params))
+    merged = fine_tuning.merged(base_of(params, _BASE.value))
     score(library, dense, merged)
     write_weights(library, merged)
-    print(f"merged weights  {_MERGED.value}")
+    print(f"merged weights  {fine_tuning.MERGED.value}")
 
 
 def score(library: Library, dense: hk.TransformedWithState, params: Params) -> None:
@@ -356,13 +311,15 @@ def compare(library: Library, dense: hk.TransformedWithState, params: Params) ->
     for base in ("float", "int4"):
         name = "LoRA" if base == "float" else f"LoRA on {base}"
         model, trained = hki.freeze(dense, with_lora(base_of(params, base)))
-        trained = jax.tree.map(lambda x: x + jnp.asarray(0.01, x.dtype), trained)  # `b` is zero
+        trained = fine_tuning.nudged(trained)
         twin = dense._replace(apply=training_costs.merging(dense, model))
         for suffix, own in ((", merged", twin), ("", model)):
             gradients = functools.partial(gradients_of, own)
             twin_name = None if suffix else f"{name}, merged"
             forms[name + suffix] = Form(gradients, trained, (example_of(0),), twin_name)
-    training_costs.compare(forms, _RUNS.value, rtol=RTOL if _DTYPE.value == "float32" else None)
+    training_costs.compare(
+        forms, fine_tuning.RUNS.value, rtol=RTOL if _DTYPE.value == "float32" else None
+    )
 
 
 if __name__ == "__main__":

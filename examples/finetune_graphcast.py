@@ -11,7 +11,6 @@ checkpoint (`--weights`); the data are waves that move east, or yours (`--data`,
 """
 
 import functools
-import pathlib
 from typing import Any
 
 import haiku as hk
@@ -19,47 +18,33 @@ import jax
 import jax.numpy as jnp
 import optax
 from absl import app, flags
-from tqdm import tqdm
 
+import fine_tuning
 import graphcast_demo
 import haiku_implicit as hki
 import presets
 import training_costs
-from errors import InputError, main_of
+from errors import main_of
 from graphcast_demo import Demo, Params, Window
 from training_costs import Form
 
-_DO = flags.DEFINE_enum(
-    "do",
-    "train",
-    ["train", "merge", "score", "compare"],
-    "Train an adapter; merge one into the weights; score weights as they are; or compare gradients "
-    "and costs with a dense twin and with LoRA by hand.",
-)
 _REPO = flags.DEFINE_string("repo", None, "Folder of a checkout.", required=True)
 _WEIGHTS = flags.DEFINE_string("weights", None, "Checkpoint of GraphCast; by default random.")
 _DATA = flags.DEFINE_string("data", None, "netCDF file of weather; by default waves.")
 _STATISTICS = flags.DEFINE_string("statistics", None, "Folder of GraphCast's three statistics.")
-_ADAPTER = flags.DEFINE_string(
-    "adapter", "graphcast_adapter.safetensors", "Where the adapter is saved, and read from."
-)
-_MERGED = flags.DEFINE_string("merged", None, "Where merged weights are saved, for --do=merge.")
 _BASE = flags.DEFINE_enum("base", "float32", ["float32", "int8"], "Form of the weights.")
-_RANK = flags.DEFINE_integer("rank", 4, "Rank of LoRA's factors.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 30, "Training steps.", lower_bound=0)
-_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Adam's learning rate.", lower_bound=0.0)
 _TARGETS = flags.DEFINE_integer("target_steps", 2, "Autoregressive steps.", lower_bound=1)
 _BFLOAT16 = flags.DEFINE_bool("bfloat16", True, "Compute in bfloat16, as the demo does.")
 _RESOLUTION = flags.DEFINE_float("resolution", 4.0, "Degrees between the waves' points.", 0.25)
 _MESH = flags.DEFINE_integer("mesh_size", 3, "Refinements of a random model's mesh.", lower_bound=1)
 _LATENT = flags.DEFINE_integer("latent_size", 64, "Width of a random model.", lower_bound=1)
 _MESSAGES = flags.DEFINE_integer("message_steps", 4, "Steps of a random model.", lower_bound=1)
-_RUNS = flags.DEFINE_integer("runs", 3, "How often costs are measured.", lower_bound=1)
+flags.set_default(fine_tuning.ADAPTER, "graphcast_adapter.safetensors")
 
 
 def run() -> None:
     """Does what `--do` says."""
-    check_paths()
+    fine_tuning.check_paths(fine_tuning.MERGED)
     settings = graphcast_demo.Settings(
         weights=_WEIGHTS.value,
         data=_DATA.value,
@@ -72,18 +57,7 @@ def run() -> None:
         message_steps=_MESSAGES.value,
     )
     demo = graphcast_demo.read(_REPO.value, settings)
-    dict(train=train, merge=merge, score=score, compare=compare)[_DO.value](demo)
-
-
-def check_paths() -> None:
-    """Raises before the work, not after it, for a file that can't be read or written."""
-    if _DO.value == "merge" and _MERGED.value is None:
-        raise InputError("--merged: give a path for the merged weights (.npz)")
-    if _DO.value == "merge" and not pathlib.Path(_ADAPTER.value).is_file():
-        raise InputError(f"--adapter: there is no file {_ADAPTER.value}. --do=train makes one")
-    for flag in (_ADAPTER, _MERGED):
-        if flag.value and not pathlib.Path(flag.value).absolute().parent.is_dir():
-            raise InputError(f"--{flag.name}: {flag.value} is in a folder that is not there")
+    dict(train=train, merge=merge, score=score, compare=compare)[fine_tuning.DO.value](demo)
 
 
 def base_of(params: Params, form: str) -> Params:
@@ -96,51 +70,32 @@ def base_of(params: Params, form: str) -> Params:
 def with_lora(params: Params) -> Params:
     """Adds LoRA to all matrices, except those of an edge's four features."""
     targets = presets.read("graphcast").adapters["lora"]
-    try:
-        return hki.add_lora(params, jax.random.key(0), rank=_RANK.value, targets=targets)
-    except ValueError as error:
-        raise InputError(f"--rank={_RANK.value}: {error}") from error
+    return fine_tuning.with_lora(params, targets=targets)
 
 
 def train(demo: Demo) -> None:
     """Trains LoRA in the demo's own step, and saves it."""
     params = with_lora(base_of(demo.params, _BASE.value))
     print(hki.summary(params, depth=1))
-    model, trained = hki.freeze(demo.names["loss_fn"], params)
-    optimizer = optax.adam(_RATE.value)
-    # On a chosen device, as the frozen arrays are: otherwise JAX compiles the second step once more.
-    trained, state = jax.device_put((trained, optimizer.init(trained)), jax.devices()[0])
-
-    @jax.jit
-    def step(trained: Params, state: Any, window: Window) -> tuple[Params, Any, jax.Array]:
-        loss, grads = demo.gradients(model, trained, window)
-        updates, state = optimizer.update(grads, state, trained)
-        return optax.apply_updates(trained, updates), state, loss
-
-    score = jax.jit(functools.partial(demo.loss, model))
+    frozen = hki.freeze(demo.names["loss_fn"], params)
+    score = jax.jit(functools.partial(demo.loss, frozen[0]))
     *windows, held_out = demo.windows * 2 if len(demo.windows) == 1 else demo.windows
-    before = float(score(trained, held_out))
-    with tqdm(range(_STEPS.value), desc="training", unit="step") as bar:
-        for number in bar:
-            trained, state, loss = step(trained, state, windows[number % len(windows)])
-            bar.set_postfix(loss=f"{float(loss):.4f}")
-    print(f"\nheld-out loss  {before:.4f} -> {float(score(trained, held_out)):.4f}")
-    hki.save(_ADAPTER.value, hki.get_adapter(model.params(trained)))
-    size = pathlib.Path(_ADAPTER.value).stat().st_size
-    print(f"adapter        {_ADAPTER.value}, {size / 1e3:.0f} kB")
+    fine_tuning.train(
+        frozen,
+        optax.adam(fine_tuning.RATE.value),
+        functools.partial(demo.gradients, frozen[0]),
+        lambda number: windows[number % len(windows)],
+        lambda trained: float(score(trained, held_out)),
+        "held-out loss",
+    )
 
 
 def merge(demo: Demo) -> None:
     """Merges a saved adapter into the weights, and saves them in GraphCast's own form."""
-    try:
-        adapter = hki.load(_ADAPTER.value)
-        params = hki.set_adapter(base_of(demo.params, _BASE.value), adapter)
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"--adapter: {_ADAPTER.value}: {error}") from error
-    merged = hki.materialize(hki.merge_lora(params))
+    merged = fine_tuning.merged(base_of(demo.params, _BASE.value))
     score(demo._replace(params=merged))
-    demo.save(_MERGED.value or "", merged)
-    print(f"merged weights {_MERGED.value}")
+    demo.save(fine_tuning.MERGED.value or "", merged)
+    print(f"merged weights {fine_tuning.MERGED.value}")
 
 
 def score(demo: Demo) -> None:
@@ -159,7 +114,7 @@ def compare(demo: Demo) -> None:
     for base in ("float32", "int8"):
         name = "LoRA" if base == "float32" else f"LoRA on {base}"
         model, trained = hki.freeze(dense, with_lora(base_of(demo.params, base)))
-        trained = nudged(trained)
+        trained = fine_tuning.nudged(trained)
         if base == "float32":
             hand = functools.partial(by_hand, demo)
             forms["by hand"] = Form(hand, trained, (demo.params, window), f"{name}, merged")
@@ -168,7 +123,7 @@ def compare(demo: Demo) -> None:
         apart, twin = (functools.partial(demo.gradients, m) for m in (model, merged))
         forms[name] = Form(apart, trained, (window,), f"{name}, merged")
         forms[f"{name}, merged"] = Form(twin, trained, (window,))
-    training_costs.compare(forms, _RUNS.value, rtol=None if _BFLOAT16.value else 1e-3)
+    training_costs.compare(forms, fine_tuning.RUNS.value, rtol=None if _BFLOAT16.value else 1e-3)
 
 
 def by_hand(
@@ -199,11 +154,6 @@ def by_hand(
             return dense.apply(params, *args)
 
     return demo.gradients(dense._replace(apply=apply), trained, window)
-
-
-def nudged(trained: Params) -> Params:
-    """Moves LoRA away from its start: the factors `b` are zero there, which would hide errors."""
-    return jax.tree.map(lambda x: x + jnp.asarray(0.01, x.dtype), trained)
 
 
 if __name__ == "__main__":

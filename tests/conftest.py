@@ -11,11 +11,12 @@ import pathlib
 import hypothesis
 import pytest
 
-from tests.xla_flags import quick_to_compile
+from tests.xla_flags import quick_to_compile, share_programs
 
 # Before JAX is imported. Accelerators come as plugins, whose code is to be tested as it is used.
 if not importlib.metadata.entry_points(group="jax_plugins"):
     os.environ.setdefault("XLA_FLAGS", quick_to_compile())
+    PROGRAMS = share_programs()  # until this process ends
 
 import jax
 

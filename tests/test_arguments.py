@@ -15,8 +15,8 @@ import haiku_implicit as hki
 from haiku_implicit import quantization as Q
 from haiku_implicit.quantization import QtRule, QuantRule
 
-PARAMS = {"l": {"w": jnp.ones((32, 8)), "b": jnp.ones(8)}}
-X = jnp.ones((2, 32))
+PARAMS = {"l": {"w": np.ones((32, 8), np.float32), "b": np.ones(8, np.float32)}}
+PARAMS, X = jax.device_put((PARAMS, np.ones((2, 32), np.float32)))
 TUNED = hki.add_lora(PARAMS, 0, rank=2)
 MODEL = hk.transform(lambda x: hk.Linear(8, name="l")(x))
 RULE = [QtRule(weight_qtype="int8")]

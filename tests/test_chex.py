@@ -69,7 +69,9 @@ def dot_with_outer(call, x: jax.Array, w: Mapped | Plain):
 
 TYPES = pytest.mark.parametrize("kind", [Mapped, Plain])
 
-U, V, X = jnp.arange(1.0, 4.0), jnp.array([0.5, -1.0]), jnp.arange(12.0).reshape(4, 3)
+U, V, X = jax.device_put(
+    [np.float32([1, 2, 3]), np.float32([0.5, -1]), np.float32(range(12)).reshape(4, 3)]
+)
 W = np.outer(U, V)
 
 
@@ -166,19 +168,23 @@ def test_what_chex_asserts_is_an_error_of_the_library():
         raise KeyError("key")
 
 
-LORA = dict(w=jnp.zeros((2, 3, 4)), a=jnp.zeros((2, 3, 1)), b=jnp.zeros((2, 1, 4)))
+def zeros(*shape, dtype=np.float32):
+    return jax.device_put(np.zeros(shape, dtype))
+
+
+LORA = dict(w=zeros(2, 3, 4), a=zeros(2, 3, 1), b=zeros(2, 1, 4))
 
 
 @pytest.mark.parametrize(
     "make, bad, error, message",
     [
-        (hki.LoRA, dict(LORA, b=jnp.zeros((2, 2, 4))), ValueError,
+        (hki.LoRA, dict(LORA, b=zeros(2, 2, 4)), ValueError,
          r"LoRA: expected w .* got .* b \[2, 2, 4\] \(chex.assert_shape: .*expected \(2, 1, 4\)"),
-        (hki.LoRA, dict(LORA, a=jnp.zeros((2, 3, 1), int)), TypeError,
+        (hki.LoRA, dict(LORA, a=zeros(2, 3, 1, dtype=np.int32)), TypeError,
          r"LoRA: a must be of a floating dtype, got int32; .* \(chex.assert_type: "),
-        (hki.ScaledMatrix, dict(matrix=jnp.zeros((2, 3)), scale=jnp.zeros(3)), ValueError,
+        (hki.ScaledMatrix, dict(matrix=zeros(2, 3), scale=zeros(3)), ValueError,
          r"ScaledMatrix: expected .*scale \[3\] \(chex.assert_shape: .*expected \(2\)"),
-        (hki.SymbolicConstant, dict(value=jnp.ones(2), shape=()), ValueError,
+        (hki.SymbolicConstant, dict(value=zeros(2), shape=()), ValueError,
          r"value: expected one number, got .* \(chex.assert_rank: "),
     ],
 )  # fmt: skip

@@ -328,7 +328,10 @@ def test_what_is_no_function(make):
             r"in the shape \[16\], got|in the shape",
         ),
         (lambda params: params["head"], "head"),
-        (part(hki.quantize_with_inputs, inputs={"head/w": jnp.ones((8, 8))}), "have no head/w"),
+        (
+            part(hki.quantize_with_inputs, inputs={"head/w": np.ones((8, 8), np.float32)}),
+            "have no head/w",
+        ),
         (part(hki.add_adapter, method="vblora", rank=2), ""),
         (
             part(hki.add_adapter, method="vera", rank=2),
@@ -363,8 +366,12 @@ def test_frozen_arrays_need_a_key_that_apply_has():
 @pytest.mark.parametrize(
     "function",
     [
-        part(hki.quantize_params, {"l": {"w": jnp.ones((4, 4))}}),
-        part(hki.quantize_with_inputs, {"l": {"w": jnp.ones((4, 4))}}, {"l/w": jnp.eye(4)}),
+        part(hki.quantize_params, {"l": {"w": np.ones((4, 4), np.float32)}}),
+        part(
+            hki.quantize_with_inputs,
+            {"l": {"w": np.ones((4, 4), np.float32)}},
+            {"l/w": np.eye(4, dtype=np.float32)},
+        ),
         hki.quantize_creator,
         hki.quantize_getter,
     ],

@@ -607,11 +607,11 @@ def test_the_key_of_init_does_not_matter():
         assert_same(model.init(key, X), trained)
 
 
-@pytest.mark.skipif(
-    compat.new_ref is None, reason="this JAX has no references outside of functions"
-)
 def test_a_step_of_placed_arrays_is_compiled_once():
-    """As docs/recipes.md says: JAX takes references, and all results with them, for placed arrays."""
+    """As docs/recipes.md says: JAX takes references, and all results with them, for placed arrays.
+
+    A JAX without references outside of functions compiles it once either way.
+    """
     counts, on = [0], [False]
 
     def listen(name, *_, **__):
@@ -635,4 +635,5 @@ def test_a_step_of_placed_arrays_is_compiled_once():
             args = step(*args)
         on[0] = False
         found[placed] = counts[0]
-    assert found == {False: 2, True: 1}
+    has_references = compat.new_ref is not None
+    assert found == {False: 1 + has_references, True: 1}

@@ -1,9 +1,11 @@
-"""Texts for users: warnings at the caller's line, errors of chex's assertions, names from files."""
+"""Texts for users: warnings at the caller's line, errors of chex and of imports, names from files."""
 
 import contextlib
+import importlib
 import os
 import re
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 
@@ -68,6 +70,23 @@ def expecting(sentence: str, error: type[Exception] = ValueError) -> Iterator[No
     except AssertionError as failed:
         said = _PREFIX.sub(r"chex.\1:", " ".join(str(failed).split()))
         raise error(f"{sentence} ({said})") from None
+
+
+def imported(module: str, need: str, install: str) -> types.ModuleType:
+    """Imports a module of an optional package.
+
+    Args:
+      module: its name.
+      need: the beginning of the error: which task needs which package.
+      install: the package or the extra to install.
+
+    Raises:
+      ImportError: without the package; it says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        raise ImportError(f"{need}: pip install {install}") from e
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -50,10 +50,9 @@ def opened(path: str, allow_pickle: bool) -> tuple[Readable, Structure]:
         return _with_structure(Archive(path))
     if kind == "orbax":
         return _with_structure(Folder(path))
-    if os.path.isdir(path) and (found := records.file_in(path)):
-        return _with_structure(records.Records(found))
     if kind in _RECORDS:
-        return _with_structure(records.Records(path))
+        file = records.file_in(path) if os.path.isdir(path) else path
+        return _with_structure(records.Records(file or path))
     if kind == "joined":
         raise not_a("an .npz file of names `module/name`", path)
     if allow_pickle and kind in _MAY_BE_PICKLES:

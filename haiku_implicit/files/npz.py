@@ -12,7 +12,7 @@ import numpy as np
 
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.files.structure import Structure, describe
+from haiku_implicit.files.structure import Structure, describe_modules
 
 _Result = TypeVar("_Result")
 
@@ -43,19 +43,9 @@ class Archive:
     def __init__(self, path: str):
         self.path = path
         self._file = self._guarded(lambda: zipfile.ZipFile(path))
-        headers = self._guarded(self._headers)
-        modules: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
-        by_struct: dict[int, _Header] = {}
-        for header in headers:
-            module, _, name = header.key.rpartition("//" if "//" in header.key else "/")
-            if name in modules.setdefault(module, {}):
-                raise CheckpointError(f"{path}: {header.key}: is in the file twice")
-            native = header.dtype.newbyteorder("=")
-            struct = jax.ShapeDtypeStruct(header.shape, native)
-            modules[module][name], by_struct[id(struct)] = struct, header
-        described = describe(modules)
-        self.structure: Structure = described.structure
-        self._members = {name: by_struct[id(x)] for name, x in described.arrays.items()}
+        self.structure: Structure
+        arrays = map(_array_of, self._guarded(self._headers))
+        self.structure, self._members = describe_modules(path, arrays)
 
     def bytes_of(self, name: str) -> np.ndarray:
         """Reads the bytes of an array, `[bytes]` uint8, in C order."""
@@ -94,6 +84,12 @@ class Archive:
             said = str(e) or type(e).__name__
             text = f"{where}: {said}" if where else f"{self.path}: not a whole .npz file ({said})"
             raise CheckpointError(text) from None
+
+
+def _array_of(header: _Header) -> tuple[str, str, jax.ShapeDtypeStruct, _Header]:
+    """The module, the name and the struct of an array, and its header."""
+    module, _, name = header.key.rpartition("//" if "//" in header.key else "/")
+    return module, name, jax.ShapeDtypeStruct(header.shape, header.dtype.newbyteorder("=")), header
 
 
 def _header_of(file: zipfile.ZipFile, key: str, member: zipfile.ZipInfo) -> _Header:

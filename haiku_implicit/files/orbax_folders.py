@@ -1,11 +1,11 @@
 """Reads a checkpoint of Orbax by Orbax itself, a group of arrays at a time, without a target."""
 
-import importlib
 from typing import Any
 
 import jax
 import numpy as np
 
+from haiku_implicit.core.messages import imported
 from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
@@ -29,13 +29,11 @@ class Folder:
 
     def __init__(self, path: str):
         self.path = path
-        try:
-            self._orbax = importlib.import_module("orbax.checkpoint")
-        except ImportError as e:
-            raise ImportError(
-                f"{path}: a checkpoint of Orbax, which needs its package: "
-                "pip install orbax-checkpoint"
-            ) from e
+        self._orbax = imported(
+            "orbax.checkpoint",
+            f"{path}: a checkpoint of Orbax, which needs its package",
+            "orbax-checkpoint",
+        )
         self._reader = self._orbax.Checkpointer(self._orbax.PyTreeCheckpointHandler())
         leaves, self._treedef = jax.tree.flatten(self._guarded(self._tree))
         self._structs = [self._struct_of(leaf) for leaf in leaves]

@@ -101,18 +101,20 @@ def _mapping(*args: Any) -> dict[Any, Any]:
     return dict(*args)
 
 
-def _functions() -> dict[tuple[str, str], Any]:
-    """The functions and types that a pickle may name."""
-    found: dict[tuple[str, str], Any] = {("_codecs", "encode"): _encoded}
-    for core in ("numpy.core", "numpy._core"):
-        found[f"{core}.multiarray", "_reconstruct"] = lambda *_: _Array()
-        found[f"{core}.multiarray", "scalar"] = lambda dtype, data: _array(data, dtype, (1,))[0]
-        found[f"{core}.numeric", "_frombuffer"] = _array
-    found["numpy", "dtype"] = _DType
-    found["numpy", "ndarray"] = None
-    for name in ("FlatMapping", "FlatMap"):
-        found["haiku._src.data_structures", name] = _mapping
-    return found
+# The functions and types that a pickle may name, and what stands in for them.
+_FUNCTIONS: dict[tuple[str, str], Any] = {
+    ("_codecs", "encode"): _encoded,
+    ("numpy", "dtype"): _DType,
+    ("numpy", "ndarray"): None,
+    ("haiku._src.data_structures", "FlatMapping"): _mapping,
+    ("haiku._src.data_structures", "FlatMap"): _mapping,
+}
+for _core in ("numpy.core", "numpy._core"):
+    _FUNCTIONS |= {
+        (f"{_core}.multiarray", "_reconstruct"): lambda *_: _Array(),
+        (f"{_core}.multiarray", "scalar"): lambda dtype, data: _array(data, dtype, (1,))[0],
+        (f"{_core}.numeric", "_frombuffer"): _array,
+    }
 
 
 class _File:
@@ -172,13 +174,12 @@ class _Unpickler(pickle._Unpickler):
             return self._following
         if module == "ml_dtypes" and name in dtypes.STORED:
             return _Stand(name)
-        functions = _functions()
-        if (module, name) not in functions:
+        if (module, name) not in _FUNCTIONS:
             raise CheckpointError(
                 f"it has {module}.{name}, and only arrays of NumPy, dicts, lists and tuples are read. "
                 "If you trust the file, unpickle it yourself, and write it anew: haiku_implicit.save"
             )
-        return _Stand(f"{module}.{name}", functions[module, name])
+        return _Stand(f"{module}.{name}", _FUNCTIONS[module, name])
 
 
 def read(path: str) -> Tree:

@@ -6,7 +6,6 @@ one array at a time.
 """
 
 import contextlib
-import importlib
 import io
 import math
 import os
@@ -15,12 +14,12 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-import jax
 import numpy as np
 
+from haiku_implicit.core.messages import imported
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
-from haiku_implicit.files.structure import Structure, describe
+from haiku_implicit.files.structure import Structure, describe_modules
 
 LENGTHS = struct.Struct("<5i")
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -58,22 +57,14 @@ class Records:
     def __init__(self, path: str):
         self.path = path
         self._pieces = pieces_of(path)
-        modules: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
-        by_struct: dict[int, _Record] = {}
+        self.structure: Structure
         with contextlib.closing(_Stream(path, self._pieces)) as stream:
-            for record in _scan(stream):
-                there = modules.setdefault(record.scope, {})
-                if record.name in there:
-                    raise CheckpointError(
-                        f"{path}: {record.scope}/{record.name}: is in the file twice"
-                    )
-                made = dtypes.struct_of(record.dtype, record.shape)
-                there[record.name], by_struct[id(made)] = made, record
-        if not modules:
+            arrays = (
+                (r.scope, r.name, dtypes.struct_of(r.dtype, r.shape), r) for r in _scan(stream)
+            )
+            self.structure, self._records = describe_modules(path, arrays)
+        if not self._records:
             raise CheckpointError(f"{path}: has no records, as AlphaFold 3's files have them")
-        described = describe(modules)
-        self.structure: Structure = described.structure
-        self._records = {name: by_struct[id(x)] for name, x in described.arrays.items()}
         self._stream = _Stream(path, self._pieces)
 
     def bytes_of(self, name: str) -> np.ndarray:
@@ -108,7 +99,14 @@ def file_in(folder: str) -> str | None:
     names = sorted(os.listdir(folder))
     found = [name for name in names if re.search(r"\.bin(\.zst)?(\.\d+)?$", name)]
     models = {tuple(pieces_of(os.path.join(folder, name))) for name in found}
-    return next(iter(models))[0] if len(models) == 1 else None
+    first = next(iter(models))[0] if len(models) == 1 else None
+    return first if first and os.path.isfile(first) and _may_have_records(first) else None
+
+
+def _may_have_records(path: str) -> bool:
+    """Whether a file begins with a record, or was compressed by zstd."""
+    with open(path, "rb") as file:
+        return file.read(len(_ZSTD)) == _ZSTD or is_record(path)
 
 
 def is_record(path: str) -> bool:
@@ -241,13 +239,9 @@ class _Unpacked:
 
     def __init__(self, path: str, file: BinaryIO):
         self._path, self._file = path, file
-        try:
-            self._zstandard = importlib.import_module("zstandard")
-        except ImportError as e:
-            raise ImportError(
-                f"{path}: compressed by zstd, which needs the package zstandard: "
-                "pip install zstandard"
-            ) from e
+        self._zstandard = imported(
+            "zstandard", f"{path}: compressed by zstd, which needs zstandard", "zstandard"
+        )
         self._frame = self._new_frame()
         self._found, self._at = b"", 0
 

@@ -4,8 +4,8 @@ import collections
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Union
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar, Union
 
 import haiku as hk
 import jax
@@ -135,6 +135,34 @@ def is_implicit_kind(kind: str) -> bool:
 def between(kind: str) -> str:
     """The separator between the path of a branch and its keys."""
     return "." if is_implicit_kind(kind) else "/"
+
+
+_Source = TypeVar("_Source")
+
+
+def describe_modules(
+    path: str, arrays: Iterable[tuple[str, str, jax.ShapeDtypeStruct, _Source]]
+) -> tuple[Structure, dict[str, _Source]]:
+    """The structure of a file's arrays as `{module: {name: array}}`.
+
+    Args:
+      path: the file, for errors.
+      arrays: the module, the name and the struct of each array, and its source.
+
+    Returns:
+      The structure, and the source of each array by its name in the structure.
+
+    Raises:
+      CheckpointError: for a name that is there twice.
+    """
+    modules: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+    sources: dict[int, _Source] = {}
+    for module, name, struct, source in arrays:
+        if name in modules.setdefault(module, {}):
+            raise CheckpointError(f"{path}: {joined(module, name)}: is in the file twice")
+        modules[module][name], sources[id(struct)] = struct, source
+    structure, own = describe(modules)
+    return structure, {name: sources[id(x)] for name, x in own.items()}
 
 
 def _describe(x: Any, path: str, arrays: dict[str, Array]) -> Structure:

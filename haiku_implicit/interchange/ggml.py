@@ -13,6 +13,7 @@ import numpy as np
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import imported
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.interchange.ggml_blocks import KINDS, block_size, packed, unpacked
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -34,11 +35,7 @@ _LARGEST_BFLOAT16 = largest_before_overflow(jnp.bfloat16)
 
 def gguf_package() -> types.ModuleType:
     """Imports the optional package `gguf`."""
-    try:
-        import gguf
-    except ImportError as e:
-        raise ImportError("GGUF files need gguf: pip install 'haiku-implicit[gguf]'") from e
-    return gguf
+    return imported("gguf", "GGUF files need gguf", "'haiku-implicit[gguf]'")
 
 
 def from_ggml(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from haiku_implicit.core.messages import imported
 from haiku_implicit.files.replacing import checked_target, replaced
 from haiku_implicit.params.summary import Comparison, Summary
 
@@ -68,11 +69,10 @@ def check_picture(path: Path) -> None:
     Raises:
       ImportError, ValueError, OSError: as `plot_memory` does.
     """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as e:
-        raise ImportError("plots need matplotlib: pip install 'haiku-implicit[plots]'") from e
-    suffix, known = _suffix(path), FigureCanvasBase.get_supported_filetypes()
+    backends = imported(
+        "matplotlib.backend_bases", "plots need matplotlib", "'haiku-implicit[plots]'"
+    )
+    suffix, known = _suffix(path), backends.FigureCanvasBase.get_supported_filetypes()
     if suffix not in known:
         raise ValueError(
             f"{os.fspath(path)}: expected a picture's suffix ({', '.join(sorted(known))}), got "

@@ -209,7 +209,7 @@ def sensitivity(
     if method is not None:
         every = sorted({path for own in chosen.values() for path in own})
         needed = parsed(method)[0].needed
-        inputs = inputs_of(needed, apply, params, given, choice._replace(targets=every))
+        inputs = inputs_of(needed, apply, params, given, every, choice)
     plan = Sensitivity((), options, matrix_axes, 0, method, inputs)
     stored = {
         name: _dense_values(plan._quantized(params, own, options[name]))

@@ -396,12 +396,12 @@ def test_errors():
 
 # --- zeros ---------------------------------------------------------------------------------------
 
-X = jnp.array([[1.0, -0.0, np.nan], [np.inf, 2.0, -3.0]])
+X = jax.device_put(np.float32([[1, -0.0, np.nan], [np.inf, 2, -3]]))
 Z = hki.Zeros(shape=(2, 3))
-LORA = hki.LoRA(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((1, 3)))
+LORA = hki.LoRA(*(jax.device_put(np.ones(s, np.float32)) for s in ((2, 3), (2, 1), (1, 3))))
 C = hki.SymbolicConstant(np.nan, shape=(2, 3), dtype="float32")
 IMAGE = hki.Zeros(shape=(1, 5, 5, 2))
-KERNEL = jnp.ones((3, 3, 2, 4))
+KERNEL = jax.device_put(np.ones((3, 3, 2, 4), np.float32))
 
 ANNIHILATED = {
     "mul": (jnp.multiply, Z, X),
@@ -422,7 +422,11 @@ ANNIHILATED_FIRST = {
         KERNEL,
     ),
     "divided": (jnp.divide, Z, X),
-    "solve": (lambda b, a: lax.linalg.triangular_solve(a, b, left_side=True), Z, jnp.eye(2)),
+    "solve": (
+        lambda b, a: lax.linalg.triangular_solve(a, b, left_side=True),
+        Z,
+        jax.device_put(np.eye(2, dtype=np.float32)),
+    ),
     "neg": (lambda x, y: -x, Z, X),
     "sum": (lambda x, y: x.sum(0), Z, X),
     "mean": (lambda x, y: x.mean(), Z, X),

@@ -400,7 +400,7 @@ def test_conv(name, nested):
 
 # --- parts ---------------------------------------------------------------------------------------
 
-IDS = jnp.array([[0, 4, 2], [1, 1, -1]])
+IDS = jax.device_put(np.array([[0, 4, 2], [1, 1, -1]], np.int32))
 PARTS = {
     "rows": lambda w, ids: w[ids],
     "columns": lambda w, ids: w[:, ids % M],
@@ -591,7 +591,8 @@ def test_sharding_constraint():
     assert fun.lower(lora()).as_text().count("sharding_constraint") >= 3
 
 
-F = jnp.zeros
+def F(shape, dtype=np.float32):
+    return jax.device_put(np.zeros(shape, dtype))
 
 
 @pytest.mark.parametrize(

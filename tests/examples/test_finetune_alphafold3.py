@@ -133,7 +133,7 @@ def test_the_comparison():
         (["--rank=400"], "--rank=400: "),
         (["--layers=6"], "--layers=6: expected a multiple of 4"),
         (["--adapter=/no/such/file"], "--adapter: /no/such/file is in a folder that is not there"),
-        (["--do=merge"], "--merged: give a folder"),
+        (["--do=merge"], "--merged: give a path"),
         (["--do=merge", "--merged=m"], "--do=train makes one"),
     ],
 )

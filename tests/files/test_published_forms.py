@@ -200,6 +200,20 @@ def test_records(name, by_folder, tmp_path):
                 assert_same(checkpoint[module][key], tree[module][key])
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["pytorch_model.bin"], "but a folder. Give a file"),
+        (["adapter_model.bin", "adapter_config.json"], "but a folder of PEFT"),
+    ],
+)
+def test_a_folder_with_another_programs_file_of_the_same_suffix(names, message, tmp_path):
+    for name in names:
+        (tmp_path / name).write_bytes(b"PK of torch.save")
+    with pytest.raises(IsADirectoryError, match=message):
+        hki.load(tmp_path)
+
+
 def test_a_folder_of_two_models(tmp_path):
     for name in ("a.bin", "b.bin"):
         (tmp_path / name).write_bytes(records(of_alphafold3()))

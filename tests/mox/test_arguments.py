@@ -245,7 +245,7 @@ def call(make=(X,), **changes):
     return run
 
 
-W, B = jnp.ones((4, 4)), jnp.ones(4)
+W, B = jax.device_put((np.ones((4, 4), np.float32), np.ones(4, np.float32)))
 WRONG = {
     "a missing parameter": (call(params={"linear": {"w": W}}), "params: there is no 'linear/b'"),
     "another shape of a parameter": (
@@ -253,7 +253,7 @@ WRONG = {
         "params: linear/w: .* made for float32[4,4], got float32[3,4]. Make another",
     ),
     "another dtype of a parameter": (
-        call(params={"linear": {"w": W, "b": jnp.ones(4, int)}}),
+        call(params={"linear": {"w": W, "b": np.ones(4, np.int32)}}),
         "params: linear/b: .* made for float32[4], got int32[4]",
     ),
     "parameters that are none": (call(params=X), "params: expected what init gives, a dictionary"),

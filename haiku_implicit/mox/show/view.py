@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from haiku_implicit.core.messages import imported
 from haiku_implicit.core.typing import Array, Aval
 from haiku_implicit.mox.program import tree
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
@@ -40,7 +41,7 @@ class View:
     """
 
     def __init__(self, root: Body, constructors: bool = False):
-        self.etree = _lxml()
+        self.etree = imported("lxml.etree", "XPath needs lxml", "'haiku-implicit[mox]'")
         self.constructors = constructors
         self.root = self.etree.Element("mox")
         self.nodes: dict[Any, Node] = {self.root: root}
@@ -199,14 +200,6 @@ _NO_XML_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 def clean(text: str) -> str:
     """Replaces the control characters in a text that XML can't have."""
     return text if text.isascii() and text.isprintable() else _NO_XML_TEXT.sub("\ufffd", text)
-
-
-def _lxml() -> Any:
-    try:
-        from lxml import etree
-    except ImportError as e:
-        raise ImportError("XPath needs lxml: pip install 'haiku-implicit[mox]'") from e
-    return etree
 
 
 # --- without XML -----------------------------------------------------------------------------------

@@ -134,17 +134,13 @@ def _seen(
 ) -> dict[str, jax.Array]:
     """A statistic of the inputs of each target; warns of those without one, and of odd targets."""
     parameters = trees.parameters_of(params)
-    marks = _marks(parameters, choice)
+    weights = trees.of_weights(lambda parameter: parameter.value, QuantizeOptions())
+    marks = trees.marks_of(parameters, choice, weights)
     trees.warn_of_others(parameters, marks, choice, of_each="a statistic")
-    seen = inputs_of(needed, apply, params, batches, choice)
     paths = [p.path for p in itertools.compress(parameters, marks)]
+    seen = inputs_of(needed, apply, params, batches, paths, choice)
     _warn_of_unseen([path for path in paths if path not in seen], len(paths))
     return seen
-
-
-def _marks(parameters: Sequence[trees.Parameter], choice: trees.Choice) -> list[bool]:
-    weights = trees.of_weights(lambda parameter: parameter.value, QuantizeOptions())
-    return trees.marks_of(parameters, choice, weights)
 
 
 def inputs_of(
@@ -152,13 +148,13 @@ def inputs_of(
     apply: Callable[..., Any],
     params: Params,
     batches: Iterable[Any],
+    paths: Sequence[str],
     choice: trees.Choice,
 ) -> dict[str, jax.Array]:
-    """A statistic of the inputs of each target that has inputs, joined over the batches."""
+    """A statistic of the inputs of each chosen weight that has inputs, joined over the batches."""
     statistic, join = _STATISTICS[needed]
-    parameters = trees.parameters_of(params)
-    marks = _marks(parameters, choice)
-    shapes = {p.path: choice.opened(p).value.shape for p in itertools.compress(parameters, marks)}
+    own = (p for p in trees.parameters_of(params) if p.path in paths)
+    shapes = {p.path: choice.opened(p).value.shape for p in own}
 
     def total(sums: dict[str, jax.Array], batch: Sequence[Any]) -> jax.Array:
         def observed_weight(parameter: trees.Parameter) -> Array:
