@@ -36,6 +36,12 @@ def other_half():
     optax.adam(0.1).update(grads, optax.adam(0.1).init(FROZEN), TRAINED)
 
 
+def trained(rank):
+    """The arrays that training gets from `hki.freeze`."""
+    model = hk.transform(lambda x: hk.Linear(8, name="a", with_bias=False)(x))
+    return hki.freeze(model, hki.add_lora(PARAMS, 0, rank=rank))[1]
+
+
 def cast(params, dtype):
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
@@ -48,7 +54,7 @@ def batch_norm():
 # By the beginning of a message on the page, or all of it: what leads to it.
 MISTAKES = {
     "grad requires real- or complex-valued inputs": lambda: jax.grad(LOSS)(TUNED),
-    "pytree structure error": plain_optax,
+    "pytree structure error: different types": plain_optax,
     "... was used as if it were a dense array.": lambda: product(TUNED),
     "... is None": lambda: LOSS(hki.partition(hki.add_lora(PARAMS, 0, rank=2))[0]),
     "... are None": lambda: LOSS(TRAINED),
@@ -74,6 +80,15 @@ MISTAKES = {
         cast(hki.add_adapter(PARAMS, 0, "trained_rows", ids=[3]), jnp.bfloat16)
     ),
     "unsupported operand type(s) for *: 'float' and 'NoneType'": other_half,
+    "add got incompatible shapes": lambda: optax.adam(0.1).update(
+        trained(4), optax.adam(0.1).init(trained(2)), trained(4)
+    ),
+    "pytree structure error: different ... has": lambda: optax.adam(0.1).update(
+        trained(2), optax.adam(0.1).init(PARAMS), trained(2)
+    ),
+    "The number of updates": lambda: optax.adamw(0.1).update(
+        trained(2), optax.adam(0.1).init(trained(2)), trained(2)
+    ),
     "No value for 'average'": batch_norm,
 }
 OF_TYPEOF = "Triggering __jax_array__() during abstractification is no longer supported."
