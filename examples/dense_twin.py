@@ -18,9 +18,9 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 
 import haiku_implicit as hki
+from bars import tqdm
 from errors import InputError
 from haiku_implicit import mox
 
@@ -185,9 +185,7 @@ def compare(part: Part, rtol: float, runs: int) -> None:
     """
     seconds, _ = timed(jax.jit(part.transformed.apply), (part.params, *part.args), runs)
     rows = [Row("dense", size_of(part.params), seconds)]
-    bar = tqdm.tqdm(
-        list(changes(part)), desc=part.name, leave=False, disable=not sys.stderr.isatty()
-    )
+    bar = tqdm(list(changes(part)), desc=part.name, leave=False, disable=not sys.stderr.isatty())
     for name, params in bar:
         bar.set_postfix_str(name)
         rows.append(measured(part, name, params, runs))

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from absl import flags
-from tqdm import tqdm
 
 import haiku_implicit as hki
+from bars import tqdm
 from errors import InputError
 
 DO = flags.DEFINE_enum(

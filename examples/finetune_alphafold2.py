@@ -5,7 +5,7 @@ modified. The weights are random, or yours (`--weights=params_model_3.npz`); the
 helix, or yours (`--structure`):
 
     python examples/finetune_alphafold2.py --save=adapter.safetensors
-    python examples/finetune_alphafold2.py --load=adapter.safetensors --merged=merged.safetensors
+    python examples/finetune_alphafold2.py --load=adapter.safetensors --merged=merged.npz
 """
 
 import functools
@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
-from tqdm import tqdm
 
 import alphafold2_features
 import dense_twin
 import haiku_implicit as hki
+from bars import tqdm
 from errors import InputError, main_of
 
 _REPO = flags.DEFINE_string("repo", None, "Folder of a checkout; by default what is installed.")
@@ -34,7 +34,7 @@ _MODEL = flags.DEFINE_enum(
 )
 _WEIGHTS = flags.DEFINE_string("weights", None, "AlphaFold's .npz file; by default random weights.")
 _STRUCTURE = flags.DEFINE_string(
-    "structure", None, "PDB file of a chain; by default a made-up helix."
+    "structure", None, "PDB file of one chain; by default a made-up helix."
 )
 _CROP = flags.DEFINE_integer("crop", 32, "Residues of it.", 8)
 _ROWS = flags.DEFINE_integer("rows", 8, "Rows of the MSA.", 1)
@@ -48,7 +48,7 @@ _CHECK = flags.DEFINE_bool("check", True, "Compare the gradients with those of t
 _SAVE = flags.DEFINE_string("save", None, "File for the adapter.")
 _LOAD = flags.DEFINE_string("load", None, "File of an adapter to go on with.")
 _MERGED = flags.DEFINE_string(
-    "merged", None, "File for ordinary weights, with the adapter in them."
+    "merged", None, "AlphaFold's .npz file of ordinary weights, with the adapter in them."
 )
 
 Params = Any
@@ -90,7 +90,8 @@ def run() -> None:
     ]
     print(f"loss {losses[0]:.5f}, merged and without this library {losses[1]:.5f}")
     if _MERGED.value:
-        hki.save(_MERGED.value, merged)
+        entries = {f"{m}//{n}": x for m, own in merged.items() for n, x in own.items()}
+        np.savez(_MERGED.value, **entries)
 
 
 # --- the model, its weights and its batch -----------------------------------------------------------

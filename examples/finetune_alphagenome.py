@@ -23,11 +23,11 @@ import jmp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from tqdm import tqdm
 
 import dense_twin
 import haiku_implicit as hki
 import presets
+from bars import tqdm
 from errors import InputError, main_of
 
 # Classes of the model's blocks, for `--checkpoint_blocks`.

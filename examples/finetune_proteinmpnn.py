@@ -5,12 +5,13 @@ modified. The chains are a folder of PDB files, such as the zinc fingers of Debi
 `mustang-testdata`. Each chain is held out once:
 
     python examples/finetune_proteinmpnn.py --pdbs=FOLDER --save=adapter.safetensors
-    python examples/finetune_proteinmpnn.py --pdbs=FOLDER --load=adapter.safetensors
+    python examples/finetune_proteinmpnn.py --pdbs=FOLDER --load=adapter.safetensors --merged=merged.pkl
 """
 
 import collections
 import contextlib
 import pathlib
+import pickle
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
-from tqdm import tqdm
 
 import dense_twin
 import haiku_implicit as hki
 import printing
+from bars import tqdm
 from errors import InputError, main_of
 
 _REPO = flags.DEFINE_string("repo", None, "Folder of a checkout; by default what is installed.")
@@ -44,6 +45,9 @@ _ORDERS = flags.DEFINE_integer(
 )
 _SAVE = flags.DEFINE_string("save", None, "File for the adapter of the first fold and seed.")
 _LOAD = flags.DEFINE_string("load", None, "File of an adapter to test, instead of training.")
+_MERGED = flags.DEFINE_string(
+    "merged", None, "ColabDesign's pickle of ordinary weights, with the adapter of --load in them."
+)
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"  # ProteinMPNN's order of amino acids
 BACKBONE = ("N", "CA", "C", "O")
@@ -54,9 +58,10 @@ Batch = dict[str, jax.Array]
 
 
 class Task(NamedTuple):
-    """The model, its pretrained weights, and the chains with the fold of each."""
+    """The model, ColabDesign's checkpoint with its weights, and the chains with the fold of each."""
 
     model: hk.Transformed
+    checkpoint: dict[str, Any]
     params: Params
     names: list[str]
     batch: Batch
@@ -65,6 +70,8 @@ class Task(NamedTuple):
 
 def run() -> None:
     """Trains and tests, or tests an adapter that was saved."""
+    if _MERGED.value and not _LOAD.value:
+        raise InputError("--merged: needs --load, the adapter to merge")
     modules = dense_twin.modules_of(
         _REPO.value,
         [
@@ -98,7 +105,7 @@ def names_of_older_jax() -> Iterator[None]:
 def task_of(modules: Any, prep: Any, constants: Any) -> Task:
     """Reads the weights and the chains."""
     default = pathlib.Path(modules.__file__).parent / "weights" / "v_48_020.pkl"
-    neighbors, params = read_weights(_WEIGHTS.value or str(default))
+    checkpoint = read_weights(_WEIGHTS.value or str(default))
     config = dict(
         num_letters=len(LETTERS),
         node_features=128,
@@ -107,26 +114,28 @@ def task_of(modules: Any, prep: Any, constants: Any) -> Task:
         num_encoder_layers=LAYERS,
         num_decoder_layers=LAYERS,
         augment_eps=0.0,
-        k_neighbors=neighbors,
+        k_neighbors=checkpoint["num_edges"],
         dropout=0.0,
     )
     model = hk.transform(lambda inputs: modules.ProteinMPNN(**config).score(inputs)["logits"])
     names, batch = read_chains(pathlib.Path(_PDBS.value), prep.prep_pdb, constants)
-    return Task(model, params, names, batch, folds_of(names, _FOLDS.value))
+    params, folds = checkpoint["model_state_dict"], folds_of(names, _FOLDS.value)
+    return Task(model, checkpoint, params, names, batch, folds)
 
 
-def read_weights(path: str) -> tuple[int, Params]:
-    """Reads a pickle of ColabDesign, without running code in it: the neighbors, and the parameters."""
+def read_weights(path: str) -> dict[str, Any]:
+    """Reads a pickle of ColabDesign, without running code in it."""
     try:
         found = hki.load(path, allow_pickle=True)
-        return found["num_edges"], found["model_state_dict"]
     except (OSError, ValueError) as error:
         raise InputError(f"--weights: {error}") from error
-    except (KeyError, TypeError) as error:
+    wanted = {"num_edges", "model_state_dict"}
+    if not (isinstance(found, dict) and wanted <= found.keys()):
         raise InputError(
-            f"--weights: {path} has no {error}; expected a pickle of ColabDesign's ProteinMPNN, with "
-            "num_edges and model_state_dict"
-        ) from error
+            f"--weights: {path}: expected a pickle of ColabDesign's ProteinMPNN, with num_edges and "
+            "model_state_dict"
+        )
+    return found
 
 
 def read_chains(
@@ -288,7 +297,7 @@ def spread(values: np.ndarray) -> float:
 
 
 def test_saved(task: Task, path: str) -> None:
-    """Tests an adapter of the first fold: its gradients, and its NLL, also merged."""
+    """Tests an adapter of the first fold: its gradients, and its NLL, also merged; writes that."""
     try:
         params = hki.set_adapter(task.params, hki.load(path))
     except (OSError, ValueError) as error:
@@ -302,6 +311,10 @@ def test_saved(task: Task, path: str) -> None:
     plain = hki.materialize(hki.merge_lora(params))
     merged = tester(task, task.model.apply)(plain)[held_out]
     print(f"held-out NLL {implicit.mean():.6f}, merged {merged.mean():.6f}")
+    if _MERGED.value:
+        weights = jax.tree.map(np.asarray, plain)
+        data = pickle.dumps(task.checkpoint | {"model_state_dict": weights})
+        pathlib.Path(_MERGED.value).write_bytes(data)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 import optax
-import tqdm
 
 import dense_twin
 import haiku_implicit as hki
+from bars import tqdm
 
 
 class Form(NamedTuple):
@@ -64,7 +64,7 @@ def compare(forms: Mapping[str, Form], runs: int, rtol: float | None) -> None:
     costs: dict[str, list[Cost]] = {name: [] for name in forms}
     gradients = {}
     rounds = [(number, name) for number in range(runs) for name in forms]
-    for number, name in tqdm.tqdm(rounds, leave=False, disable=not sys.stderr.isatty()):
+    for number, name in tqdm(rounds, leave=False, disable=not sys.stderr.isatty()):
         cost, compiled = measure(forms[name])
         costs[name].append(cost)
         if number == 0:

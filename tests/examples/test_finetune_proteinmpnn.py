@@ -5,9 +5,12 @@ import re
 import subprocess
 import sys
 
+import chex
 import joblib
 import numpy as np
 import pytest
+
+import haiku_implicit as hki
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 REPO = ROOT / "tests" / "examples" / "stand_ins" / "colabdesign"
@@ -88,13 +91,19 @@ def test_the_whole_road(program, tmp_path):
     assert [row[0] for row in rows] == ["0", "10", "20"]
     assert float(rows[0][1]) == pytest.approx(before, abs=2e-3)  # LoRA starts as the model
     assert float(rows[-1][1]) < before - 0.5
-    second = program(f"--load={adapter}")
+    second = program(f"--load={adapter}", f"--merged={tmp_path / 'merged.pkl'}")
     assert second.returncode == 0, second.stderr
     again, merged = map(float, re.search(r"NLL (\S+), merged (\S+)", second.stdout).groups())
     assert again == pytest.approx(
         float(re.search(r"held-out NLL (\S+)", first.stdout)[1]), abs=2e-5
     )
     assert merged == pytest.approx(again, abs=2e-4)
+    # ColabDesign reads its weights by joblib.
+    found, before = (joblib.load(tmp_path / f"{name}.pkl") for name in ("merged", "weights"))
+    base = before.pop("model_state_dict")
+    wanted = hki.merge_lora(hki.set_adapter(base, hki.load(adapter)))
+    chex.assert_trees_all_close(found.pop("model_state_dict"), wanted, atol=1e-6)
+    assert found == before
 
 
 @pytest.mark.slow
@@ -104,6 +113,7 @@ def test_the_whole_road(program, tmp_path):
         (["--weights={tmp}/absent.pkl"], "error: --weights: .*absent.pkl"),
         (["--weights={tmp}/pdbs/1bbb.pdb"], "error: --weights: .*not a whole pickle"),
         (["--load={tmp}/absent"], "error: --load: .*absent"),
+        (["--merged={tmp}/merged.pkl"], "error: --merged: needs --load"),
         (["--folds=9"], "has 5 files .*, expected at least --folds=9"),
     ],
 )
@@ -115,7 +125,19 @@ def test_unusable_flags(flags, message, program, tmp_path):
 
 # In a process of its own: flags of scripts have the same names.
 PARTS = """
+import sys
+
 import jax
+
+# Without tqdm, one line says how to install it.
+sys.modules["tqdm"] = None
+try:
+    import finetune_proteinmpnn
+    raise AssertionError("imported")
+except SystemExit as error:
+    assert "pip install '.[progress]'" in str(error), error
+del sys.modules["tqdm"]
+
 import finetune_proteinmpnn as script
 
 # Chains of one entry stay together.
@@ -130,5 +152,5 @@ assert not hasattr(jax, "tree_map")
 """
 
 
-def test_folds_and_the_older_name():
+def test_imports_folds_and_the_older_name():
     subprocess.run([sys.executable, "-c", PARTS], cwd=ROOT / "examples", check=True)
