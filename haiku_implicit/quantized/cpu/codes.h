@@ -599,28 +599,31 @@ template <Kind kind>
 void decode_row(const Weights& w, const Blocks& blocks, int64_t row, int64_t first, int64_t last,
                 float* out) {
   const Decoder<kind> decode(w);
-  const uint8_t* const codes = w.codes_of(row, reinterpret_cast<uint8_t*>(scratch<3>(w.padded() / 4)));
   const int64_t group_bytes = w.stored / w.groups, ahead = 4 * w.row_bytes();
-  while (first < last) {
-    const int64_t group = first / w.group, start = first - group * w.group;
+  int64_t group = first / w.group, start = first - group * w.group;
+  const uint8_t* stored = w.codes_of(row, reinterpret_cast<uint8_t*>(scratch<3>(w.padded() / 4)));
+  for (stored += group * group_bytes; first < last; ++group, start = 0, stored += group_bytes) {
     const int64_t stop = std::min(w.group, start + last - first);
-    const uint8_t* of_group = codes + group * group_bytes;
     const float scale = w.scale_at(row, group), offset = w.offset_at(row, group);
-    for (int64_t at = start, i = blocks.of(start); at < stop; ++i) {
-      const Block& block = blocks[i];
-      for (int i = 0; i < 2 && w.planes[i]; ++i) __builtin_prefetch(of_group + block.at[i] + ahead);
+    const Block* block = &blocks[start ? blocks.of(start) : 0];
+    for (int64_t at = start; at < stop; ++block) {
+      __builtin_prefetch(stored + block->at[0] + ahead);
+      if (w.planes[1]) __builtin_prefetch(stored + block->at[1] + ahead);
       Floats values[kVectors];
-      decode(decode.arranged(blocks.codes(of_group, block)), values);
-      for (Floats& value : values) value = decode.exact(value, scale, offset);
-      const int64_t end = std::min<int64_t>(stop, block.first + block.width);
-      float* const to = out + at - start;
-      float all[kCodes];
-      if (end - at < kCodes) std::memcpy(all, values, sizeof(values));
-      if (end - at < kCodes) std::copy_n(all + at - block.first, end - at, to);
-      else std::memcpy(to, values, sizeof(values));
+      decode(decode.arranged(blocks.codes(stored, *block)), values);
+      HKI_UNROLL
+      for (int v = 0; v < kVectors; ++v) values[v] = decode.exact(values[v], scale, offset);
+      const int64_t end = std::min<int64_t>(stop, block->first + block->width);
+      if (end - at == kCodes) {
+        std::memcpy(out, values, sizeof(values));
+      } else {
+        float all[kCodes];
+        std::memcpy(all, values, sizeof(values));
+        std::copy_n(all + at - block->first, end - at, out);
+      }
+      out += end - at;
       at = end;
     }
-    out += stop - start;
     first += stop - start;
   }
 }
