@@ -10,6 +10,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import haiku_implicit as hki
@@ -133,12 +134,52 @@ def graphcast(code, folder):
     assert {name for own in found.values() for name in own} == {"w_lora_a", "w_lora_b"}
 
 
+def graphcast_training(code, folder):
+    dense, params, state = graph_net()
+    model, trained = hki.freeze(dense, hki.add_lora(params, 0, rank=2))
+
+    def grads_fn(params, state, inputs, targets, forcings):
+        loss = lambda params: model.apply(params, state, None, inputs)[0] + targets * forcings  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(params)
+        return value, {}, state, grads
+
+    data = dict(train_inputs=jnp.eye(32), train_targets=1.0, train_forcings=1.0)
+    with_configs = functools.partial
+    names = dict(grads_fn=grads_fn, with_configs=with_configs, optax=optax)
+    found = run(code, params=trained, state=state, **names, **data)
+    before, after = (
+        model.apply(p, state, None, jnp.eye(32))[0] for p in (trained, found["params"])
+    )
+    assert after < 0.9 * before
+
+
 def graphcast_merged(code, folder):
     dense, params, state = graph_net()
     model, trained = hki.freeze(dense, hki.add_lora(params, 0, rank=2))
     found = run(code, dense=dense, model=model)["merged"]
     got, want = (m.apply(trained, state, None, jnp.eye(32))[0] for m in (found, model))
     np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def alphafold2(code, folder):
+    def loss(x):
+        w = hk.get_parameter("query_w", [32, 4, 8], init=hk.initializers.RandomNormal())
+        return jnp.einsum("ni,ihw->nhw", x, w).var()
+
+    model, key, batch = hk.transform(loss), jax.random.key(0), jnp.eye(32)
+    params = model.init(key, batch)
+    found = run(code, model=model, params=params, key=key, batch=batch)
+    assert found["grads"]["~"]["query_w_lora_b"].shape == (4, 32)  # one matrix, and not 32
+    np.testing.assert_allclose(found["loss"], model.apply(params, key, batch), rtol=1e-5)
+
+
+def proteinmpnn(code, folder):
+    model = hk.transform(lambda x: hk.nets.MLP([16, 8], name="net")(x))
+    key, params = jax.random.key(0), mlp("net")[1]
+    names = dict(nll=lambda apply, *args: apply(*args), key=key, batch=X)
+    found = run(code, model=model, params=params, **names)
+    assert found["grads"]["net/~/linear_0"]["w_lora_b"].any()
+    np.testing.assert_allclose(found["loss"], model.apply(params, key, X).mean(), rtol=1e-5)
 
 
 def alphafold3(code, folder):
@@ -167,9 +208,11 @@ FRAGMENTS = {
     "qwix.md": [quantized_training, static_scales, serving],
     "models.md": [a_folder_of_the_hub],
     "gguf.md": [a_gguf_file],
+    "finetune_alphafold2.md": [alphafold2],
     "finetune_alphafold3.md": [alphafold3],
     "finetune_alphagenome.md": [alphagenome],
-    "finetune_graphcast.md": [graphcast, graphcast_merged],
+    "finetune_graphcast.md": [graphcast, graphcast_training, graphcast_merged],
+    "finetune_proteinmpnn.md": [proteinmpnn],
 }
 ELSEWHERE = ["serving.md"]
 
