@@ -13,15 +13,18 @@ from models import llama
 
 
 def make_model(config: llama.LlamaConfig, length: int, cache: str) -> Any:
-    """Returns the model with a cache: `init(rng, tokens)` and `apply(params, state, rng, tokens)`."""
+    """Returns a model with a cache: `init(rng, tokens)` and `apply(params, state, rng, tokens, only)`.
 
-    def plain(tokens: jax.Array) -> jax.Array:
-        return llama.Llama(config)(tokens, cache_length=length)
+    `only` is the index of the token whose logits are computed, None for all tokens.
+    """
 
-    def quantized(tokens: jax.Array) -> jax.Array:
+    def plain(tokens: jax.Array, only: Any = None) -> jax.Array:
+        return llama.Llama(config)(tokens, length, only)
+
+    def quantized(tokens: jax.Array, only: Any = None) -> jax.Array:
         creator = hki.cache_creator(cache, targets=r".*_cache")
         with hk.custom_creator(creator, params=False, state=True):
-            return plain(tokens)
+            return plain(tokens, only)
 
     forward = plain if cache == "f32" else quantized
     return hki.transform_implicit(hk.transform_with_state(forward))
@@ -58,8 +61,8 @@ def make_decoder(model: Any) -> Decoder:
 
     @functools.partial(jax.jit, donate_argnums=1)
     def read(params: Any, state: Any, tokens: jax.Array) -> Any:
-        logits, state = model.apply(params, state, None, tokens)
-        return logits[:, -1].argmax(-1), state
+        logits, state = model.apply(params, state, None, tokens, tokens.shape[1] - 1)
+        return logits[:, 0].argmax(-1), state
 
     @functools.partial(jax.jit, donate_argnums=1, static_argnames="count")
     def write(params: Any, state: Any, token: jax.Array, count: int) -> Any:

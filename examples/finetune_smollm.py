@@ -8,6 +8,7 @@ the 4-bit blocks of a GGUF file, which stay 4-bit throughout; only LoRA's factor
   python examples/finetune_smollm.py --gguf=model.gguf --text=corpus.txt --prompt="Once upon a time"
 """
 
+import functools
 import os
 import resource
 import sys
@@ -196,9 +197,10 @@ def make_loss(apply: Any) -> Any:
 
 def train(apply: Any, optimizer: Any, state: State, base: Any, data: Data) -> State:
     """Runs the remaining steps under a progress bar, and saves at intervals."""
-    loss_and_grad = jax.value_and_grad(make_loss(apply))
+    loss_and_grad = one_by_one(jax.value_and_grad(make_loss(apply)))
 
-    @jax.jit
+    # The new adapter and moments take the place of the old ones.
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(adapter: Any, moments: Any, base: Any, batch: jax.Array) -> Any:
         loss, grads = loss_and_grad(adapter, base, batch)
         updates, moments = optimizer.update(grads, moments, adapter)
@@ -219,6 +221,20 @@ def train(apply: Any, optimizer: Any, state: State, base: Any, data: Data) -> St
             if state.step % _SAVE_EVERY.value == 0 or state.step == _STEPS.value:
                 save_state(state)
     return state
+
+
+def one_by_one(loss_and_grad: Any) -> Any:
+    """Returns the mean loss and gradient of a batch, with activations for one sequence at a time."""
+
+    def run(adapter: Any, base: Any, batch: jax.Array) -> Any:
+        def add(total: Any, sequence: jax.Array) -> Any:
+            return jax.tree.map(jnp.add, total, loss_and_grad(adapter, base, sequence[None])), None
+
+        zero = jnp.float32(0), jax.tree.map(jnp.zeros_like, adapter)
+        total, _ = jax.lax.scan(add, zero, batch)
+        return jax.tree.map(lambda x: x / len(batch), total)
+
+    return run
 
 
 def make_evaluation(apply: Any, data: Data, sampler: Any) -> Any:

@@ -31,9 +31,14 @@ _RANK = flags.DEFINE_integer("rank", 8, "Their largest rank.", 1)
 _TARGETS = flags.DEFINE_string("targets", ".*_proj/w", "The weights that they may be for.")
 _CACHE = flags.DEFINE_enum("cache", "int8", ["int8", "int4", "f32"], "The format of the cache.")
 _LENGTH = flags.DEFINE_integer("cache_length", 256, "Most tokens of prompt and answer together.", 2)
-_PROMPTS = flags.DEFINE_list("prompts", ["32", "128"], "Lengths that prompts are padded to.")
+_PIECES = flags.DEFINE_list(
+    "pieces", ["8", "32"], "Lengths of the pieces that prompts are read in."
+)
 _WIDTHS = flags.DEFINE_list(
-    "widths", ["1", "8", "64"], "How many requests are decoded together; the last one is the most."
+    "widths", ["1", "8", "32"], "How many requests are decoded together; the last one is the most."
+)
+_BURST = flags.DEFINE_integer(
+    "burst", 8, "Tokens that a call decodes, if fewer requests than that are running.", 1
 )
 _QUEUE = flags.DEFINE_integer("queue", 256, "How many requests may wait.", 0)
 _HOST = flags.DEFINE_string(
@@ -90,10 +95,10 @@ def run() -> None:
 def make_engine(checkpoint: smollm.Checkpoint) -> engines.Engine:
     """Makes the engine from the flags."""
     try:
-        prompts, widths = (tuple(map(int, flag.value)) for flag in (_PROMPTS, _WIDTHS))
-        sizes = Sizes(_LENGTH.value, prompts, widths)
+        pieces, widths = (tuple(map(int, flag.value)) for flag in (_PIECES, _WIDTHS))
+        sizes = Sizes(_LENGTH.value, pieces, widths, _BURST.value)
     except ValueError as error:
-        raise InputError(f"--prompts, --widths: {error}") from error
+        raise InputError(f"--pieces, --widths: {error}") from error
     bank = hki.AdapterBank.of(
         checkpoint.params, capacity=_CAPACITY.value + 1, rank=_RANK.value, targets=_TARGETS.value
     )

@@ -232,9 +232,13 @@ def source_of(module):
 
 
 def imports_of(name):
-    """The files of ours that a source imports, anywhere in it; pytest loads `conftest.py` for a test."""
+    """The files of ours that a source imports, anywhere in it, or that its stub names.
+
+    pytest loads `conftest.py` for a test.
+    """
     modules = set()
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+    texts = [(ROOT / file).read_text() for file in (name, f"{name}i") if file in FILES]
+    for node in ast.walk(ast.parse("\n".join(texts))):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -275,6 +275,46 @@ def test_step_1_string_annotations():
     assert use(lax.add)(w, w).row.tolist() == [0, 2, 4, 6]
 
 
+def test_step_1_a_string_may_name_a_type_of_the_function_around_the_rule():
+    Local = new_type()
+
+    @hki.primitive_handler("sin")
+    def rule(primitive, x: "Local", **params):
+        return tagged(1)
+
+    assert run(lax.sin, Local(ONES)) == 1
+
+
+def test_step_1_rules_are_read_in_the_order_of_their_definition():
+    A, B = new_type(), new_type()
+
+    def define(kind, tag):
+        @hki.primitive_handler(["sin", "cos"])
+        def rule(primitive, x: kind, **params):
+            return tagged(tag)
+
+    define(A, 1)
+    define(A, 2)  # for the same types, before the first use
+    assert (run(lax.sin, A(ONES)), run(lax.cos, A(ONES))) == (2, 2)
+    define(A, 3)  # and after it
+    define(B, 4)
+    C = new_type(base=A)  # a subclass of a type whose rules were used
+    assert [run(lax.sin, T(ONES)) for T in (A, B, C)] == [3, 4, 3]
+    assert run(lax.cos, C(ONES)) == 3
+
+
+def test_step_1_a_default_value_of_another_type_is_an_error_at_once():
+    A = new_type()
+    with pytest.raises(TypeError, match="not an instance"):
+
+        @hki.primitive_handler("sin")
+        def rule(primitive, x: A = 1, **params):
+            return tagged(1)
+
+    with hki.materialization("allow"):
+        np.testing.assert_allclose(use(lax.sin)(A(ONES)), jnp.sin(ONES))
+
+
 def test_step_1_variable_operands():
     A = new_type()
 

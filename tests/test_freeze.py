@@ -331,6 +331,35 @@ def test_within_another_haiku_function():
     assert_same(jax.grad(lambda p: t.apply(p, X).sum())(params)["linear"]["b"], 4.0)
 
 
+def test_results_are_dense():
+    def f(x):
+        table = hk.get_parameter("w", (6, 4), init=jnp.ones)
+        return {"rows": table[2:4], "y": x @ table}
+
+    t = hk.transform(f)
+    params = on_int8(t.init(jax.random.key(0), X))
+    model, own = hki.freeze(t, params)
+    for apply in (model.apply, jax.jit(model.apply)):
+        results = apply(own, None, X)
+        assert_same(results, hki.materialize(model.whole.apply(params, None, X)))
+        assert [type(x) for x in jax.tree.leaves(results)] == [type(X)] * 2
+    assert isinstance(model.whole.apply(params, None, X)["rows"], hki.LoRA)
+
+
+def test_an_implicit_argument_stays_implicit():
+    def f(x, cache):
+        y = hk.Linear(8)(x)
+        return y, jax.lax.dynamic_update_slice(cache, y, (0, 0))
+
+    cache = hki.QuantizedCache.quantize(jnp.zeros((16, 8)), "int8", axis=-1)
+    t = hki.transform_implicit(hk.without_apply_rng(hk.transform(f)))
+    params = on_int8(t.init(jax.random.key(0), X, cache))
+    model, own = hki.freeze(t, params)
+    new = model.apply(own, X, cache)
+    assert_same(new, t.apply(params, X, cache))
+    assert isinstance(new[1], hki.QuantizedCache)
+
+
 def test_flat_maps_and_frozen_models_again():
     params = hk.data_structures.to_immutable_dict(on_int8(DENSE.init(jax.random.key(0), X)))
     model, own = hki.freeze(DENSE, params)
@@ -542,6 +571,8 @@ def test_arguments_that_cannot_be():
     model, own = hki.freeze(DENSE, on_int8(params))
     with pytest.raises(ValueError, match=r"model: it is from hki\.freeze already.*model\.whole"):
         hki.freeze(model, on_int8(params))
+    with pytest.raises(ValueError, match=r"model: it is from hki\.freeze already, .*Use both as"):
+        hki.freeze(model, own)
     with pytest.raises(TypeError, match=r"transformed: a model from hki\.freeze.*model\.whole"):
         hki.mox.make_mox(model)
     structs = jax.eval_shape(lambda: params)

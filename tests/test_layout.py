@@ -47,7 +47,10 @@ FILES = {module_of(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py")
 
 @functools.cache
 def tree_of(module):
-    return ast.parse(FILES[module].read_text())
+    """What a module says. The package itself says most of it in a stub, of which it makes its names."""
+    path = FILES[module]
+    stub = path.with_suffix(".pyi").read_text() if module == PACKAGE else ""
+    return ast.parse(path.read_text() + stub)
 
 
 def room_of(module):
@@ -108,11 +111,61 @@ def test_imports_are_the_same_for_type_checkers_and_at_run_time(module):
                     assert part.module.partition(".")[0] != PACKAGE, f"{module}: {node.name}"
 
 
-def test_importing_the_package_imports_every_rule():
-    """A module whose rules nobody imports would leave its type to be materialized."""
-    listed = "import sys, haiku_implicit; print('\\n'.join(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, cwd=ROOT)
+IMPORTED = """
+import importlib, sys
+import haiku_implicit as hki
+from haiku_implicit.core import dispatch, serialization
+
+def registered():
+    rules = [rule for rules in dispatch.rules().values() for rule in rules]
+    return rules, list(serialization._checkpoints), list(serialization._statics)
+
+modules, first = list(sys.modules), registered()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert first == registered(), "registered later"
+print("\\n".join(modules))
+"""
+
+
+def test_importing_the_package_imports_types_and_rules_and_no_more():
+    """A rule that nobody imports would leave its type to be materialized; files name types."""
+    modules = [name for name in FILES if not name.endswith("gpu.kernels")]
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *modules], capture_output=True, text=True, cwd=ROOT
+    )
     assert run.returncode == 0, run.stderr
-    program = {name for name in FILES if name.startswith(f"{PACKAGE}.command_line")}
-    late = {f"{PACKAGE}.quantized.gpu.kernels", *program} - set(run.stdout.split())
-    assert set(FILES) - set(run.stdout.split()) <= late
+    imported = set(run.stdout.split())
+    late = ("mox", "layers", "interchange", "command_line", "transforms", "testing", "params.haiku")
+    found = [m for m in imported if m.startswith(tuple(f"{PACKAGE}.{room}" for room in late))]
+    assert not found and not imported & {"plum", "beartype", "rich"}
+    assert len(imported & set(FILES)) < 130
+
+
+NAMES = """
+import importlib, inspect, pickle, threading
+import haiku_implicit as hki
+
+assert set(hki.__all__) <= set(dir(hki)) and "files" in dir(hki)
+start, found = threading.Barrier(4), []
+def look():
+    start.wait(timeout=60)
+    found.append([getattr(hki, name) for name in hki.__all__])
+threads = [threading.Thread(target=look) for _ in range(4)]
+[t.start() for t in threads], [t.join() for t in threads]
+assert len(found) == 4 and all(x is y for other in found for x, y in zip(found[0], other))
+assert found[0] == [vars(hki)[name] for name in hki.__all__]  # each is looked up once
+assert pickle.loads(pickle.dumps(hki.add_lora)) is hki.add_lora
+for name, module in hki._modules.items():
+    home = importlib.import_module(module)
+    assert found[0][hki.__all__.index(name)] is getattr(home, name), name
+assert not hasattr(hki, "no_such_name") and not hasattr(hki, "__wrapped__")
+assert dict(inspect.getmembers(hki))["mox"].make_mox
+from haiku_implicit import *
+assert sensitivity is hki.sensitivity and mox is hki.mox
+"""
+
+
+def test_names_are_there_at_their_first_use_in_any_thread():
+    run = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr

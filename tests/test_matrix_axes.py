@@ -189,6 +189,24 @@ def test_prepared_parameters_need_no_axes(name):
     assert jax.tree.structure(structs) == jax.tree.structure(params)
 
 
+def test_messages_about_prepared_parameters():
+    """They do not name `prepare` again, and count a dense matrix in a view as dense."""
+    prepared = hki.prepare(T, PARAMS, X)
+    tuned = hki.add_lora(prepared, 0, rank=2)
+    with pytest.raises(ValueError, match=r"weights are implicit already; .* is LoRA float32"):
+        hki.add_lora(tuned, 0, rank=2)
+    with pytest.raises(ValueError, match=r"of rank 99 \(the rank can be \d+ at most\)") as error:
+        hki.add_lora(prepared, 0, rank=99)
+    assert "implicit" not in str(error.value)
+    with pytest.warns(UserWarning, match=r"prepare: these weights are implicit already, .*query_w"):
+        late = hki.prepare(T, hki.add_lora(PARAMS, 0, rank=2, matrix_axes={}), X)
+    assert type(late[FIRST]["query_w"]) is hki.LoRA
+    with_kernel = prepared | {"conv": {"w": jnp.ones((3, 3, 4, 1))}}
+    with pytest.warns(UserWarning, match="1 weight gets no adapter") as told:
+        hki.add_lora(with_kernel, 0, rank=2)
+    assert not any("hki.prepare" in str(warning.message) for warning in told)
+
+
 def test_prepared_parameters_have_the_same_values():
     prepared = hki.prepare(T, PARAMS, X)
     jax.tree.map(np.testing.assert_array_equal, hki.materialize(prepared), dict(PARAMS))

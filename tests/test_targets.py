@@ -123,6 +123,8 @@ def test_lists_of_names_and_expressions():
     assert chosen("a_b/.*", "a.b/w[0]") == ["a.b/w[0]", "a_b/w", "a_b/w0"]
     with pytest.raises(ValueError, match=r"targets: no parameter is 'a-b/w'. Nearest: a_b/w"):
         chosen("a_b/w", "a-b/w")
+    with pytest.raises(ValueError, match=r"targets: \[\] chooses none of the 5 parameters"):
+        hki.zero_params(params, targets=[])
     with pytest.raises(ValueError, match=r"targets: no parameter matches 'c/.\*'. Nearest: a"):
         chosen("a_b/w", "c/.*")
 

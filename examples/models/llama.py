@@ -186,21 +186,29 @@ class Llama(hk.Module):
         super().__init__(name=name)
         self.config = config
 
-    def __call__(self, tokens: jax.Array, cache_length: int | None = None) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        cache_length: int | None = None,
+        only: int | jax.Array | None = None,
+    ) -> jax.Array:
         """Predicts the token after each of ``tokens``.
 
         Args:
             tokens: Token ids, ``[batch, time]`` int32; with a cache, the next tokens.
             cache_length: The number of positions that each attention keeps in Haiku's state, so that a
                 call takes only the new tokens. (Then use ``hk.transform_with_state``.)
+            only: The index of the only token whose logits are computed, or None for all of them.
 
         Returns:
-            Logits, ``[batch, time, vocab_size]`` float32.
+            Logits, ``[batch, time, vocab_size]`` float32; with ``only``, ``[batch, 1, vocab_size]``.
         """
         embed = hk.Embed(self.config.vocab_size, self.config.dim, name="embed")
         x = embed(tokens)
         for i in range(self.config.num_layers):
             x = Layer(self.config, name=f"layer_{i}")(x, cache_length)
+        if only is not None:
+            x = jax.lax.dynamic_slice_in_dim(x, only, 1, axis=1)
         x = rms_norm(self.config, "final_norm")(x)
         if self.config.tied:
             return jnp.einsum("btd,vd->btv", x, embed.embeddings).astype(jnp.float32)

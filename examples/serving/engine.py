@@ -1,7 +1,7 @@
 """Continuous batching: requests take slots as they arrive, and leave them when they finish.
 
-One thread runs the model. In each turn it reads the prompts of some waiting requests into free slots,
-then decodes one token for all running ones. The thread calls a request's function with each token.
+One thread runs the model. In each turn it reads pieces of the prompts of new requests, and decodes one
+or more tokens for all whose prompt is read. The thread calls a request's function with each token.
 """
 
 import collections
@@ -78,8 +78,11 @@ class Request:
     max_tokens: int = 16
     stop: frozenset[int] = frozenset()
     how: Sampling = Sampling()
-    # The engine's fields: the slot in the bank, the answer so far, and the times of events.
+    # The engine's fields: the slot in the bank, the prompt's tokens that are read and the state after
+    # them, the answer so far, and the times of events.
     adapter: int = 0
+    read: int = 0
+    state: Any = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     cancelled: bool = False
     finished: Finished | None = None
@@ -110,14 +113,14 @@ class Engine:
     """
 
     def __init__(
-        self, programs: Programs, bank: hki.AdapterBank, *, base: str, queue: int, budget: int = 256
+        self, programs: Programs, bank: hki.AdapterBank, *, base: str, queue: int, budget: int = 64
     ):
         """
         Args:
           programs: the compiled programs.
           bank: an empty bank around the base; its slot 0 stays empty and serves the base.
           base: the name of the base.
-          queue: the number of requests that may wait.
+          queue: the number of requests that may wait for a slot.
           budget: about how many tokens of prompts, including padding, a turn reads while others
             wait for their next token.
         """
@@ -128,7 +131,8 @@ class Engine:
         self._lock = threading.Condition()  # guards all fields that follow, and `_adapters`
         self._changing_bank = threading.Lock()
         self._queue: collections.deque[Request] = collections.deque()
-        self._running: dict[int, Request] = {}
+        self._running: dict[int, Request] = {}  # by slot, also while their prompts are read
+        self._reading: collections.deque[int] = collections.deque()  # the slots of the latter
         self._free = list(range(programs.sizes.slots))  # a heap
         self._stopping = False
         self.failed: str | None = None
@@ -165,6 +169,7 @@ class Engine:
           Refused: a subclass of it, if the request cannot be served.
         """
         self._check_sizes(request)
+        request.state = self.programs.empty
         with self._lock:
             if not self.accepts:
                 raise Stopping(self.failed or "the server is stopping; ask another one")
@@ -182,8 +187,8 @@ class Engine:
 
     def _check_sizes(self, request: Request) -> None:
         sizes, count = self.programs.sizes, len(request.prompt)
-        if not 1 <= count <= sizes.prompts[-1]:
-            raise TooLong(f"the prompt has {count} tokens, expected 1 to {sizes.prompts[-1]}")
+        if not 1 <= count < sizes.length:
+            raise TooLong(f"the prompt has {count} tokens, expected 1 to {sizes.length - 1}")
         if not 1 <= request.max_tokens <= sizes.length - count:
             raise TooLong(
                 f"max_tokens is {request.max_tokens}, expected 1 to {sizes.length - count}: prompt "
@@ -263,18 +268,21 @@ class Engine:
         Args:
           shown: returns its argument, and may show progress, as `tqdm` does.
         """
-        sizes = self.programs.sizes
+        programs, sizes = self.programs, self.programs.sizes
         works: list[Callable[[], Any]] = [self._put_and_forget]
-        for size in sizes.prompts:
+        for size in sizes.pieces:
             works.append(
-                lambda n=size: self.programs.prefill(self._leaves, 0, 0, [0] * n, Sampling())
+                lambda n=size: programs.read(self._leaves, 0, programs.empty, [0], n, Sampling())
             )
+
+        def decode(width: int) -> None:
+            how = Sampling(*([x] * width for x in Sampling()))
+            programs.decode(self._leaves, [0] * width, how, 1)
+
         for width in sizes.widths:
-            works.append(
-                lambda n=width: self.programs.decode(
-                    self._leaves, [0] * n, [0] * n, Sampling(*([x] * n for x in Sampling()))
-                )
-            )
+            works.append(lambda n=width: decode(n))
+            works.append(lambda: programs.join(self._leaves, 0, programs.empty, 0))
+        works.append(lambda: decode(sizes.widths[0]))  # and to fewer rows again
         for work in shown(works):
             work()
 
@@ -294,15 +302,17 @@ class Engine:
             with self._lock:
                 self.failed = f"the engine has failed: {error!r}"
                 requests = [*self._queue, *self._running.values()]
-                self._queue.clear(), self._running.clear()
+                self._queue.clear(), self._running.clear(), self._reading.clear()
                 for request in requests:
                     self._finish(request, Finished("error", self.failed))
 
     def turn(self) -> None:
-        """Reads prompts of waiting requests, and decodes a token for each running one."""
+        """Reads pieces of prompts, and decodes for all requests whose prompt is read."""
         self._drop_cancelled()
-        self._admit()
-        if self._running:
+        left = self._budget
+        while left > 0 and (slot := self._next_to_read()) is not None:
+            left -= self._read(slot)
+        if len(self._running) > len(self._reading):
             self._decode()
 
     def _has_work(self) -> bool:
@@ -320,42 +330,66 @@ class Engine:
             for slot in [slot for slot, r in self._running.items() if r.cancelled]:
                 self._leave(slot, Finished("cancelled"))
 
-    def _admit(self) -> None:
-        """Reads prompts into free slots, as many as the budget of tokens allows, but at least one."""
-        left = self._budget
-        while left > 0:
-            with self._lock:
-                if not self._queue or not self._free:
-                    return
-                request, slot = self._queue.popleft(), heapq.heappop(self._free)
-                self._running[slot] = request
-                leaves = self._leaves
-            left -= self.programs.sizes.padded(len(request.prompt))
-            token = self.programs.prefill(
-                leaves, request.adapter, slot, request.prompt, request.how._replace(index=0)
-            )
-            with self._lock:
-                self.counters.prompt_tokens += len(request.prompt)
+    def _next_to_read(self) -> int | None:
+        """Gives free slots to waiting requests; returns a slot with a prompt to read, in turn."""
+        with self._lock:
+            while self._queue and self._free:
+                slot = heapq.heappop(self._free)
+                self._running[slot] = self._queue.popleft()
+                self._reading.append(slot)
+            return self._reading[0] if self._reading else None
+
+    def _read(self, slot: int) -> int:
+        """Reads the next piece of a prompt; returns its length, including padding."""
+        with self._lock:
+            request, leaves = self._running[slot], self._leaves
+        start, end = request.read, len(request.prompt)
+        size = self.programs.sizes.piece(start, end)
+        piece = request.prompt[start : start + size]
+        how = request.how._replace(index=0)
+        token, request.state = self.programs.read(
+            leaves, request.adapter, request.state, piece, size, how
+        )
+        request.read += len(piece)
+        if whole := request.read == end:
+            token = int(token)
+            self.programs.join(leaves, request.adapter, request.state, slot)
+            request.state = None
+        with self._lock:
+            self.counters.prompt_tokens += len(piece)
+            self._reading.popleft()
+            if whole:
                 self.counters.first_tokens += 1
                 self.counters.first_token_seconds += time.monotonic() - request.submitted
                 self._take(slot, token)
+            else:  # the others first: nobody waits for a long prompt
+                self._reading.append(slot)
+        return size
 
     def _decode(self) -> None:
-        """Decodes one more token for all running requests."""
+        """Decodes one or more tokens for all requests whose prompt is read."""
         with self._lock:
-            running, leaves = dict(self._running), self._leaves
-        width = next(w for w in self.programs.sizes.widths if w > max(running))
-        rows = [running.get(slot) for slot in range(width)]
-        tokens = self.programs.decode(
+            running = {slot: r for slot, r in self._running.items() if r.tokens}
+            leaves, steps = self._leaves, self._steps(list(running.values()))
+        rows = [running.get(slot) for slot in range(max(running) + 1)]
+        decoded = self.programs.decode(
             leaves,
-            [r.adapter if r else 0 for r in rows],
             [r.tokens[-1] if r else 0 for r in rows],
             Sampling(*zip(*(sampling_of(r) for r in rows), strict=True)),
+            steps,
         )
         with self._lock:
-            self.counters.steps += 1
-            for slot in running:
-                self._take(slot, tokens[slot])
+            self.counters.steps += steps
+            for tokens in decoded:
+                for slot, request in running.items():
+                    if request.finished is None:
+                        self._take(slot, tokens[slot])
+
+    def _steps(self, running: list[Request]) -> int:
+        """Returns how many tokens the next call decodes: one while prompts are read."""
+        left = [r.max_tokens - len(r.tokens) for r in running]
+        most = min(left) if self._queue else max(left)
+        return 1 if self._reading else max(1, min(self.programs.sizes.burst // len(running), most))
 
     def _take(self, slot: int, token: int) -> None:
         """Handles a token of the request in a slot, which may be its last one."""
@@ -368,20 +402,29 @@ class Engine:
         else:
             request.tokens.append(token)
             self.counters.tokens += 1
-            request.send(token)
+            self._send(request, token)
             if len(request.tokens) == request.max_tokens:
                 self._leave(slot, Finished("length"))
 
     def _leave(self, slot: int, finished: Finished) -> None:
         request = self._running.pop(slot)
+        if slot in self._reading:
+            self._reading.remove(slot)
         heapq.heappush(self._free, slot)
         self._finish(request, finished)
 
     def _finish(self, request: Request, finished: Finished) -> None:
-        request.finished = finished
+        request.finished, request.state = finished, None
         self.counters.finished[finished.reason] += 1
         self.counters.request_seconds += time.monotonic() - request.submitted
-        request.send(finished)
+        self._send(request, finished)
+
+    def _send(self, request: Request, event: int | Finished) -> None:
+        try:
+            request.send(event)
+        except Exception:  # of one request: the others go on
+            logging.exception("a request's function has failed; the request is cancelled")
+            request.cancelled = True
 
 
 def sampling_of(request: Request | None) -> Sampling:

@@ -74,21 +74,22 @@ async def measure(port: int, models: Sequence[str], requests: int, tokens: int) 
     # One connection for each request; the client's default is 100.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as session:
-        start = time.perf_counter()
+        start = clocks()
         alone = [await ask(session, body) for body in bodies]
-        between = time.perf_counter()
+        between = clocks()
         together = await asyncio.gather(*(ask(session, body) for body in bodies))
-        end = time.perf_counter()
+        end = clocks()
         async with session.get("/metrics") as response:
             compiled = next(
                 line.split()[1]
                 for line in (await response.text()).splitlines()
                 if line.startswith("serve_compilations_total ")
             )
-    lines = [f"{'':16}{'tokens/s':>10}{'first token, s':>18}{'whole answer, s':>18}"]
+    header = f"{'':16}{'tokens/s':>10}{'processor, ms/token':>22}"
+    lines = [f"{header}{'first token, s':>18}{'whole answer, s':>18}"]
     lines += [
-        row("one at a time", alone, between - start),
-        row("all at once", together, end - between),
+        row("one at a time", alone, *(between - start)),
+        row("all at once", together, *(end - between)),
     ]
     same = sum(a.text == b.text for a, b in zip(alone, together, strict=True))
     lines += [
@@ -100,15 +101,21 @@ async def measure(port: int, models: Sequence[str], requests: int, tokens: int) 
     return "\n".join(lines)
 
 
-def row(name: str, answers: Sequence[Answer], seconds: float) -> str:
+def clocks() -> np.ndarray:
+    """Returns the time, and the processor time of all threads, the client's included (seconds)."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def row(name: str, answers: Sequence[Answer], seconds: float, of_processor: float) -> str:
     """Returns throughput, and medians and maxima of the latencies."""
 
     def cell(values: Sequence[float]) -> str:
         return f"{statistics.median(values):.2f} ({max(values):.2f})"
 
-    speed = sum(a.tokens for a in answers) / seconds
+    tokens = sum(a.tokens for a in answers)
     first, whole = (cell([getattr(a, name) for a in answers]) for name in ("first", "whole"))
-    return f"{name:16}{speed:>10.1f}{first:>18}{whole:>18}"
+    speed = f"{tokens / seconds:>10.1f}{1e3 * of_processor / tokens:>22.2f}"
+    return f"{name:16}{speed}{first:>18}{whole:>18}"
 
 
 async def ask(session: aiohttp.ClientSession, body: dict[str, Any]) -> Answer:

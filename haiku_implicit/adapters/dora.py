@@ -70,13 +70,17 @@ class DoRA(Adapter):
 
 
 def _squared_lengths(w: jax.Array) -> jax.Array:
-    """The squared lengths of the columns `[..., m]`, in float32."""
-    return jnp.square(w.astype(jnp.float32)).sum(-2)
+    """The squared lengths of the columns `[..., m]`, in float32 or wider."""
+    return jnp.square(_wide(w)).sum(-2)
 
 
 def _squares_of_delta(w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """The change of the squared column lengths of `w` when `a @ b` is added."""
-    w, a, b = (x.astype(jnp.float32) for x in (w, a, b))
+    w, a, b = map(_wide, (w, a, b))
     crossed = jnp.einsum("...nm,...nr->...rm", w, a)
     inner = jnp.einsum("...nr,...ns,...sm->...rm", a, a, b)
     return ((2 * crossed + inner) * b).sum(-2)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -95,7 +95,7 @@ class BOFT(Adapter):
 
 
 def _rotations(upper: jax.Array) -> jax.Array:
-    """Rotations `[..., size, size]` from entries `[..., size * (size - 1) / 2]`, in float32.
+    """Rotations `[..., size, size]` from entries `[..., size * (size - 1) / 2]`, in float32 or wider.
 
     The Cayley transforms `(1 + q)(1 - q)^-1` of the skew-symmetric `q` with these entries above their
     diagonals.
@@ -106,6 +106,6 @@ def _rotations(upper: jax.Array) -> jax.Array:
         raise ValueError(f"upper: expected size * (size - 1) / 2 entries, got {entries}")
     rows, columns = jnp.triu_indices(size, 1)
     q = jnp.zeros((*upper.shape[:-1], size, size), upper.dtype).at[..., rows, columns].set(upper)
-    q = (q - q.mT).astype(jnp.float32)
+    q = (q - q.mT).astype(jnp.promote_types(q.dtype, jnp.float32))
     eye = jax.lax.broadcast_to_rank(jnp.eye(size, dtype=q.dtype), q.ndim)
     return jnp.linalg.solve((eye - q).mT, (eye + q).mT).mT

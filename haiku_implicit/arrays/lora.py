@@ -10,10 +10,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit, init_of
+from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.batch_axes import cut_fields
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
@@ -345,6 +347,7 @@ def _dot_through_rank(
 ) -> jax.Array:
     """The correction's product as two dots, for one contracted axis and all leading axes batch axes."""
     x, a, b = operands
+    a = _with_flat_gradient(a)
     (x_contract, (axis,)), (x_batch, w_batch) = call.contracted, call.batch
     first, second = (a, b) if axis == w.ndim - 2 else (b, a)
     # In the first result the rank replaces the matrix's free axis, and in the second factor the
@@ -366,6 +369,42 @@ def _dot_through_rank(
     t = dot(x, first, (x_contract, (axis,)), (x_batch, w_batch), options_in)
     t = _times_scale(t, w, np.argsort(w_batch).tolist()).astype(x.dtype)
     return dot(t, second, ((rank_axis,), (axis,)), (inner, w_batch), options)
+
+
+def _with_flat_gradient(a: jax.Array) -> jax.Array:
+    """The factor `[..., n, r]`, whose gradient is computed as `[..., r, n]` and then transposed.
+
+    Otherwise XLA merges the transposition with the product that gives the gradient, and on a CPU this
+    product then copies the activations, which are much larger, to transpose them.
+    """
+    out: jax.Array = flat_gradient_p.bind(a)
+    return out
+
+
+def _flat_gradient_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    (a,), (tangent,) = primals, tangents
+    if not isinstance(tangent, ad.Zero):
+        flat = jax.lax.optimization_barrier(jnp.swapaxes(tangent, -1, -2))
+        tangent = jnp.swapaxes(flat, -1, -2)
+    return flat_gradient_p.bind(a), tangent
+
+
+def _flat_gradient_batch(operands: Sequence[Any], axes: Sequence[int]) -> tuple[Any, int]:
+    return flat_gradient_p.bind(jnp.moveaxis(operands[0], axes[0], 0)), 0
+
+
+flat_gradient_p = Primitive("flat_gradient")
+flat_gradient_p.def_impl(lambda a: a)
+flat_gradient_p.def_abstract_eval(lambda a: a)
+ad.primitive_jvps[flat_gradient_p] = _flat_gradient_jvp
+batching.primitive_batchers[flat_gradient_p] = _flat_gradient_batch
+mlir.register_lowering(flat_gradient_p, lambda ctx, a: [a])
+
+
+@primitive_handler(flat_gradient_p)
+def keep_stored_factor(primitive: Primitive, a: ImplicitArray) -> ImplicitArray:
+    """Returns a factor that is not dense as it is: its gradient goes to its own fields."""
+    return a
 
 
 def _einsum_delta(

@@ -183,7 +183,8 @@ def merge(values: flags.FlagValues, source: str, target: str) -> program.Said:
             raise ValueError(str(e).replace("check_base=False", "--any_base")) from e
     if not any(has_adapter(parameter.value) for parameter in parameters_of(params)):
         raise ValueError(
-            f"{source}: there are no adapters in it; --adapter=FILE takes one from a file"
+            f"{source}: there are no adapters in it; --adapter=FILE takes one from a file. (The arrays "
+            "that hki.freeze returns are a part: save model.params(params) to merge)"
         )
     merged = merge_adapters(params, requantize=values.requantize)
     said = _write(params, target, merged)

@@ -307,8 +307,8 @@ class ImplicitArray(abc.ABC):
             f"{self!r} was used as if it were a dense array. Wrap the function that uses it "
             "in haiku_implicit.use_implicit_args (a Haiku model in transform_implicit), make the "
             "dense array with haiku_implicit.materialize(x), or, inside a function that is already "
-            "wrapped, use haiku_implicit.box(x). What an optimizer gives is added with "
-            "haiku_implicit.apply_updates."
+            "wrapped, use haiku_implicit.box(x). haiku_implicit.apply_updates adds the updates of an "
+            "optimizer."
         )
         check_complete([self], error)
         raise error

@@ -9,6 +9,7 @@ import jax
 import jax.ad_checkpoint
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import checkify
 from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.sharding import Sharding
@@ -39,6 +40,16 @@ def bind(primitive: Primitive, args: Sequence[Array], params: EqnParams) -> list
     subfuns, params = found if isinstance(found, tuple) else ((), found)
     out = primitive.bind(*subfuns, *args, **params)
     return list(out) if primitive.multiple_results else [out]
+
+
+def on_device(x: np.ndarray) -> jax.Array:
+    """An array of JAX for one of NumPy, whose memory it may use on a CPU.
+
+    It is placed as `jnp.array` places it, for which JAX 0.10 compiles a program for each shape.
+    """
+    with jax.ensure_compile_time_eval():
+        on_mesh = not jax.sharding.get_abstract_mesh().empty
+        return jnp.array(x) if on_mesh else jax.device_put(x)
 
 
 def scan_arity(params: EqnParams, operands: list[Array]) -> tuple[int, int]:

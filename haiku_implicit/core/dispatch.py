@@ -5,11 +5,12 @@ Plum compares types with annotations. This module holds the table, and orders th
 
 import functools
 import inspect
+import threading
+import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import plum
 from jax.extend.core import primitives as jex_primitives
 
 from haiku_implicit.core import compat
@@ -18,7 +19,18 @@ from haiku_implicit.core.typing import Primitive, Result
 
 Rule = Callable[..., Result]
 
-_rules: dict[Primitive, list[plum.Method]] = {}
+
+class Method(NamedTuple):
+    """A rule, and the types that it is for (a `plum.Signature`)."""
+
+    rule: Rule
+    signature: Any
+
+
+# The rules of each primitive, and those that nothing has looked up yet: functions that read them.
+_rules: dict[Primitive, list[Method]] = {}
+_unread: dict[Primitive, list[Callable[[], Method]]] = {}
+_reading = threading.RLock()
 
 # Counts the calls of `primitive_handler`: traces from before the last call must not be used again.
 _registrations = 0
@@ -91,21 +103,49 @@ def primitive_handler(
 
     def register(rule: Rule) -> Rule:
         global _registrations
-        full = plum.Signature.from_callable(rule, precedence=precedence)
-        # The first parameter is the primitive, the key of the table. Plum reads a missing annotation as
-        # `Any`, which its older versions do not treat as the least specific type.
-        types = [object if t is Any else t for t in full.types[1:]]
-        varargs = object if full.varargs is Any else full.varargs
-        signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
-        method = plum.Method(rule, signature, function_name=getattr(rule, "__name__", "rule"))
+        read = functools.cache(functools.partial(_read, rule, precedence))
+        if not _can_wait(rule):
+            read()
         for primitive in resolved:
-            methods = _rules.setdefault(primitive, [])
-            methods[:] = [m for m in methods if m.signature != signature] + [method]
+            _unread.setdefault(primitive, []).append(read)
         _registrations += 1
         rules_for.cache_clear()
         return rule
 
     return register
+
+
+def _can_wait(rule: Rule) -> bool:
+    """Whether the types of a rule are the same whenever they are read, and cannot be wrong.
+
+    A text may name a type of the function around the rule; Plum checks a default value.
+    """
+    if not isinstance(rule, types.FunctionType) or rule.__defaults__:
+        return False
+    return not any(isinstance(annotation, str) for annotation in rule.__annotations__.values())
+
+
+def _read(rule: Rule, precedence: int) -> Method:
+    # Imported here, as Plum takes as long to import as the types of this package.
+    import plum
+
+    full = plum.Signature.from_callable(rule, precedence=precedence)
+    # The first parameter is the primitive, the key of the table. Plum reads a missing annotation as
+    # `Any`, which its older versions do not treat as the least specific type.
+    operands = [object if t is Any else t for t in full.types[1:]]
+    varargs = object if full.varargs is Any else full.varargs
+    return Method(rule, plum.Signature(*operands, varargs=varargs, precedence=precedence))
+
+
+def _rules_of(primitive: Primitive) -> list[Method]:
+    """The rules of a primitive. A later rule takes the place of an earlier one for the same types."""
+    with _reading:
+        methods, unread = _rules.setdefault(primitive, []), _unread.get(primitive, [])
+        while unread:
+            new = unread[0]()
+            methods[:] = [m for m in methods if m.signature != new.signature] + [new]
+            del unread[0]
+        return list(methods)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -154,44 +194,47 @@ def named(names: str) -> list[Primitive]:
     return [p for p in map(_find, names.split()) if p is not None]
 
 
-def rules() -> dict[Primitive, tuple[plum.Method, ...]]:
+def rules() -> dict[Primitive, tuple[Method, ...]]:
     """All rules, by their primitives."""
-    return {primitive: tuple(methods) for primitive, methods in _rules.items()}
+    return {primitive: tuple(_rules_of(primitive)) for primitive in list(_unread)}
 
 
 @functools.cache
 def rules_for(
-    primitive: Primitive, types: tuple[type, ...]
+    primitive: Primitive, kinds: tuple[type, ...]
 ) -> tuple[tuple[Rule, tuple[int, ...]], ...]:
     """The rules to try for operands of these types, each with the order of its operands.
 
     Args:
       primitive: the primitive.
-      types: the class of each operand; `jax.Array` stands for all dense values.
+      kinds: the class of each operand; `jax.Array` stands for all dense values.
     """
-    straight = tuple(range(len(types)))
+    straight = tuple(range(len(kinds)))
     orders = [straight]
-    may_swap = all(t.commute_ops for t in types if issubclass(t, ImplicitArray))
-    if primitive in COMMUTATIVE and len(types) == 2 and may_swap:
-        first_is_dense = not issubclass(types[0], ImplicitArray)
+    may_swap = all(t.commute_ops for t in kinds if issubclass(t, ImplicitArray))
+    if primitive in COMMUTATIVE and len(kinds) == 2 and may_swap:
+        first_is_dense = not issubclass(kinds[0], ImplicitArray)
         orders = [(1, 0), straight] if first_is_dense else [straight, (1, 0)]
-    found = []
-    for order in orders:
-        target = plum.Signature(*(types[i] for i in order))
-        found += [(rule, order) for rule in _most_specific_first(primitive, target)]
-    return tuple(found)
+    return tuple(
+        (rule, order)
+        for order in orders
+        for rule in _most_specific_first(primitive, [kinds[i] for i in order])
+    )
 
 
-def _most_specific_first(primitive: Primitive, target: plum.Signature) -> list[Rule]:
-    left = [m for m in _rules.get(primitive, ()) if target <= m.signature]
+def _most_specific_first(primitive: Primitive, kinds: list[type]) -> list[Rule]:
+    import plum
+
+    target = plum.Signature(*kinds)
+    left = [m for m in _rules_of(primitive) if target <= m.signature]
     ordered = []
     while left:
         best = [m for m in left if not any(_more_specific(n, m) for n in left)]
         chosen = max(best, key=lambda m: m.signature.precedence)  # the first of equals
-        ordered.append(chosen.implementation)
+        ordered.append(chosen.rule)
         left.remove(chosen)
     return ordered
 
 
-def _more_specific(a: plum.Method, b: plum.Method) -> bool:
+def _more_specific(a: Method, b: Method) -> bool:
     return bool(a.signature <= b.signature and not b.signature <= a.signature)

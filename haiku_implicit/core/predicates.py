@@ -133,7 +133,8 @@ def no_match(
     """
     count = f"none of the {len(paths)} {kind}"
     if not isinstance(targets, str | re.Pattern):
-        what = f"{count} is {wanted}" if targets is None else f"the predicate is true of {count}"
+        of_value = "the predicate is true of" if callable(targets) else f"{targets!r} chooses"
+        what = f"{count} is {wanted}" if targets is None else f"{of_value} {count}"
         shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
         return ValueError(f"{argument}: {what}. There are: {shown}")
     pattern = targets if isinstance(targets, str) else targets.pattern

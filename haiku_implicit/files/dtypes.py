@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Array, DType
 
 # The names that safetensors gives to dtypes. Every version of it has them all.
@@ -179,5 +180,15 @@ def array_of(
         zero = jnp.full(shape, dtype.type(0).item())
         if zero.dtype == dtype:
             return zero.at[...].set(host)
-    # One at a time: JAX makes two copies, after it returns.
-    return jax.block_until_ready(jnp.array(host))
+    return _copied(host)
+
+
+def _copied(host: np.ndarray) -> jax.Array:
+    """A JAX array of a view of a file, whose memory it does not use."""
+    # Finished before the next one, as JAX copies after it returns.
+    x = jax.block_until_ready(compat.on_device(host))
+    device, *others = x.devices()
+    on_cpu = not others and device.platform == "cpu"
+    if on_cpu and x.unsafe_buffer_pointer() == host.ctypes.data:  # begins at a multiple of 64 bytes
+        x = jax.block_until_ready(compat.on_device(host.copy()))
+    return x

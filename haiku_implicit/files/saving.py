@@ -21,6 +21,7 @@ from haiku_implicit.core import progress
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import container, dtypes, replacing
 from haiku_implicit.files import structure as structures
+from haiku_implicit.files.checksums import crc_beside
 from haiku_implicit.files.container import CHECKSUM, ENTRY, PART, VERSIONS, CheckpointError
 from haiku_implicit.files.parts import Box, Part, box_of
 from haiku_implicit.files.structure import Leaf, Structure, leaves_of, with_leaves
@@ -229,9 +230,10 @@ def _write_file(
     file.write(begin)
 
     def write(tensor: _Stored) -> None:
-        data = tensor.read().data
-        crcs[tensor.name] = zlib.crc32(data)
-        file.write(data)
+        data = tensor.read()
+        crc = crc_beside(data)
+        file.write(data.data)
+        crcs[tensor.name] = crc()
 
     with progress.bar("saving", len(table)) as run:
         for tensor in ordered:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.files.container import expect, is_shape, parse_json
@@ -113,7 +112,7 @@ def _matrix(
         )
     groups = codes.reshape(*lead, rows, -1, min(block, k))
     return QuantizedMatrix.from_parts(
-        formats.pack(jnp.asarray(groups), formats.FORMATS[format_name]),
+        formats.pack(groups, formats.FORMATS[format_name]),
         scales.reshape(*lead, -1, groups.shape[-2]),
         dtype=format_name,
         axis=-1,

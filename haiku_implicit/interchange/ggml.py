@@ -11,11 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import imported
 from haiku_implicit.core.typing import Array, DType
-from haiku_implicit.interchange.ggml_blocks import KINDS, block_size, packed, unpacked
+from haiku_implicit.interchange.ggml_blocks import KINDS, block_size, is_packed, packed, unpacked
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.numbers.casts import largest_before_overflow, overflows
@@ -76,32 +77,39 @@ def from_ggml(
             f"data: expected uint8[..., rows, bytes] in whole blocks of {size} bytes for {name!r}, got "
             f"{data.dtype}{list(data.shape)}"
         )
-    parts = unpacked(name, data.reshape(*data.shape[:-1], -1, size))
     recipe: Recipe = RECIPES[name]
+    fmt = formats.FORMATS[recipe.format]
+    as_stored = is_packed(name, fmt.bits, recipe.group_size)
+    parts = unpacked(name, data.reshape(*data.shape[:-1], -1, size), codes=not as_stored)
     scale: Array = parts["d"]
     offset: Array = parts.get("m")
-    codes = parts["codes"].reshape(*scale.shape[:-1], -1, recipe.group_size)
+    codes = parts["codes"].view(fmt.dtype)
+    if as_stored:
+        codes = codes.reshape(*scale.shape[:-1], -1)
+    else:
+        codes = formats.pack(codes.reshape(*scale.shape[:-1], -1, recipe.group_size), fmt)
     if "scales" in parts:
         of_scale, *of_offset = np.split(parts["scales"], 1 if offset is None else 2, axis=-1)
         scale = _nested(of_scale, scale, recipe)
         offset = _nested(of_offset[0], offset, recipe) if of_offset else None
     return QuantizedMatrix.from_parts(
-        _stored(codes, recipe.format), scale, offset,
+        *map(_on_device, (codes, scale, offset)),
         dtype=recipe.format, axis=axis, out_dtype=dtype,
     )  # fmt: skip
 
 
 def _nested(codes: np.ndarray, d: Array, recipe: Recipe) -> QuantizedMatrix:
     """The scales of groups `[..., rows, blocks, n]` as codes with a scale for each block."""
-    name = recipe.scale_dtype.partition(",")[0]
+    fmt = formats.FORMATS[recipe.scale_dtype.partition(",")[0]]
+    stored = formats.pack(codes.view(fmt.dtype), fmt)
     return QuantizedMatrix.from_parts(
-        _stored(codes, name), d, dtype=name, axis=-1, out_dtype=jnp.float32
-    )
+        compat.on_device(stored), compat.on_device(d), dtype=fmt.name, axis=-1,
+        out_dtype=jnp.float32,
+    )  # fmt: skip
 
 
-def _stored(codes: np.ndarray, name: str) -> Array:
-    fmt = formats.FORMATS[name]
-    return formats.pack(jnp.asarray(codes.view(fmt.dtype)), fmt)
+def _on_device(x: Array) -> Array:
+    return compat.on_device(x) if isinstance(x, np.ndarray) else x
 
 
 def to_ggml(weight: Array, kind: Any, *, axis: int = -2) -> np.ndarray:

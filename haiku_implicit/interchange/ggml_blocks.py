@@ -112,12 +112,22 @@ def block_size(kind: str) -> int:
     return sum(field.size for field in KINDS[kind])
 
 
-def unpacked(kind: str, blocks: np.ndarray) -> dict[str, np.ndarray]:
-    """The codes, numbers and codes of scales in blocks `[..., bytes]`, by what `KINDS` calls them."""
+def is_packed(kind: str, bits: int, group_size: int) -> bool:
+    """Whether the codes in a block are packed as `quantized.numbers.formats.pack` packs them."""
+    own = [field for field in KINDS[kind] if isinstance(field, _Bits) and field.holds == "codes"]
+    return len(own) == 1 and (own[0].bits, own[0].run * 8) == (bits, group_size * bits)
+
+
+def unpacked(kind: str, blocks: np.ndarray, codes: bool = True) -> dict[str, np.ndarray]:
+    """The codes, numbers and codes of scales in blocks `[..., bytes]`, by what `KINDS` calls them.
+
+    With `codes=False` the codes of `is_packed` blocks stay packed.
+    """
     found: dict[str, np.ndarray] = {}
     ends = np.cumsum([field.size for field in KINDS[kind]])
-    for field, data in zip(KINDS[kind], np.split(blocks, ends[:-1], axis=-1), strict=True):
-        new, old = field.read(np.ascontiguousarray(data)), found.get(field.holds)
+    for field, part in zip(KINDS[kind], np.split(blocks, ends[:-1], axis=-1), strict=True):
+        data, old = np.ascontiguousarray(part), found.get(field.holds)
+        new = field.read(data) if codes or field.holds != "codes" else data
         found[field.holds] = new if old is None else old | new
     return found
 

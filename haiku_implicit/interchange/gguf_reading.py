@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -30,7 +30,7 @@ _DENSE = {
 
 
 def load_gguf(
-    file: Any,
+    file: str | os.PathLike[str] | GGUFFile,
     names: Names,
     *,
     dtype: DType | None = jnp.float32,
@@ -82,7 +82,7 @@ def load_gguf(
       QuantizedMatrix(float32[64,8], ...)
     """
     if not isinstance(file, GGUFFile):
-        file = _of_package(file) if hasattr(file, "fields") else open_gguf(file)
+        file = open_gguf(file)
     _check_kinds(file.tensors, names, file.path)
     stored = list(map(_stored, file.tensors))
     return tree_of(stored, names, file.path, dtype=dtype, like=like, dequantize=dequantize)
@@ -143,26 +143,6 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     parts = _parts(path)
     tensors = [tensor for part, header in parts.items() for tensor in _tensors(part, header.rows)]
     return GGUFFile(path, next(iter(parts.values())).fields, tensors)
-
-
-def _of_package(reader: Any) -> GGUFFile:
-    """The tensors of a `gguf.GGUFReader`, as it has them."""
-    path = os.fspath(reader.data.filename)
-    count = reader.fields["split.count"].contents() if "split.count" in reader.fields else 1
-    if count > 1:
-        raise CheckpointError(
-            f"{path}: one of {count} files of a model, and its reader has only the tensors of this "
-            "one. haiku_implicit.open_gguf opens all of them"
-        )
-    _check_name(path)
-    tensors = []
-    for t in reader.tensors:
-        kind, shape = t.tensor_type.name, tuple(map(int, t.shape[::-1]))
-        # It gives numbers, except for BF16, for which it gives bytes.
-        as_bytes = kind in _DENSE and t.data.dtype == np.uint8
-        data = t.data.view(_DENSE[kind]).reshape(shape) if as_bytes else t.data
-        tensors.append(Tensor(t.name, kind, shape, data))
-    return GGUFFile(path, {}, tensors)
 
 
 def _tensors(path: str, rows: list[Row]) -> Iterator[Tensor]:

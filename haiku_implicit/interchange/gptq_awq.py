@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.files.container import CheckpointError
@@ -237,7 +236,7 @@ def _matrix(parts: _Parts, bits: int) -> QuantizedMatrix:
         codes = (codes ^ 128).view(np.int8)  # minus 128
     # A float16 scale has 11 digits and a zero point 8: float32 holds the offset exactly.
     offset = None if symmetric else -scales.astype(np.float32) * zeros.astype(np.float32)
-    packed = formats.pack(jnp.asarray(codes.reshape(outputs, groups, size)), fmt)
+    packed = formats.pack(codes.reshape(outputs, groups, size), fmt)
     return QuantizedMatrix.from_parts(
         packed,
         np.ascontiguousarray(scales),

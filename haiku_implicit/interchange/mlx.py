@@ -8,7 +8,6 @@ the lowest. A group of inputs has a scale in `X.scales` and an offset in `X.bias
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.files.container import CheckpointError, expect
@@ -68,7 +67,7 @@ def _stored(tensors: Tensors, module: str, where: str, config: Mapping[str, Any]
         scales = tensors.array(f"{module}.scales", _FLOATS, groups)
         biases = tensors.array(f"{module}.biases", _FLOATS, groups)
         codes = unpacked(words, bits).reshape(*groups, -1)
-        packed = formats.pack(jnp.asarray(codes), formats.FORMATS[f"uint{bits}"])
+        packed = formats.pack(codes, formats.FORMATS[f"uint{bits}"])
         return QuantizedMatrix.from_parts(
             packed, np.array(scales), np.array(biases), dtype=f"uint{bits}", axis=-1
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.matrix_view import view_of
+from haiku_implicit.core import compat
 from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets, check_list, no_match, path_of, predicate_of
 from haiku_implicit.core.progress import bar
@@ -186,7 +187,7 @@ def _read(placed: _Placed, where: str, dtype: DType, dense: bool) -> Array:
         else:
             host = _cast(value.transpose(axes).reshape(shape), dtype, f"{where}: {stored.name}")
             same = jax.dtypes.canonicalize_dtype(host.dtype) == host.dtype
-            new = jnp.asarray(host) if same else host  # JAX would drop bits
+            new = compat.on_device(host) if same else host  # JAX would drop bits
     except CheckpointError:
         raise
     except ValueError as e:

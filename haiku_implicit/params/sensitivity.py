@@ -207,9 +207,8 @@ def sensitivity(
         chosen[name] = _chosen(params, known, own)
     inputs: dict[str, jax.Array] = {}
     if method is not None:
-        every = sorted({path for own in chosen.values() for path in own})
-        needed = parsed(method)[0].needed
-        inputs = inputs_of(needed, apply, params, given, every, choice)
+        every = {path for own in chosen.values() for path in own}
+        inputs = inputs_of(parsed(method)[0].needed, apply, params, given, every, choice)
     plan = Sensitivity((), options, matrix_axes, 0, method, inputs)
     stored = {
         name: _dense_values(plan._quantized(params, own, options[name]))
@@ -270,10 +269,8 @@ def _errors(
     found: dict[tuple[str, str], float] = {}
     with progress.bar("weights", len(stored) * len(paths)) as run:
         for name, own in stored.items():
-            rounded = {
-                path: materialize_array(own[path]) if is_implicit(own[path]) else own[path]
-                for path in paths
-            }
+            dense = {p: materialize_array(own[p]) for p in paths if is_implicit(own[p])}
+            rounded = {path: dense.get(path, own[path]) for path in paths}
             for i, path in enumerate(paths):
                 if not is_implicit(own[path]):
                     continue

@@ -189,6 +189,23 @@ def test_each_example_has_its_own_and_nothing_is_compiled_again(base):
     assert traced == [1]
 
 
+def test_factors_that_are_gathered_once_for_many_steps(base):
+    bank = hki.AdapterBank.of(base, capacity=3, rank=2).put(2, hki.get_adapter(tuned(base, 1)))
+    slots = np.array([2, 0, 2, 1, 2])
+
+    @jax.jit
+    def run(bank, slots, xs):
+        factors = jax.vmap(bank.factors)(slots)
+        one = jax.vmap(lambda factors, x: MODEL.apply(bank.with_factors(factors), x))
+        return jax.lax.scan(lambda _, x: (None, one(factors, x)), None, xs)[1]
+
+    xs = jnp.stack([X, 2 * X])
+    want = jax.vmap(lambda x: hki.with_bank(MODEL.apply)(bank, slots, x))(xs)
+    close(run(bank, slots, xs), want)
+    with pytest.raises(ValueError, match="slot: expected 0 to 2, got 3"):
+        bank.factors(3)
+
+
 @pytest.mark.parametrize("capacity", few([2, 128, 256, 300], 128))
 def test_slots_of_any_integer_dtype(capacity):
     """The capacity may be no number of the dtype of the slots."""

@@ -112,3 +112,21 @@ def test_small_steps_are_not_rounded_away():
     assert moved == 1 and moved_narrow < 0.5
     gained, gained_narrow = wide[0] - wide[-1], narrow[0] - narrow[-1]
     assert gained > 0 and gained_narrow < gained
+
+
+@pytest.mark.parametrize("method", [hki.adapters.OFT, hki.adapters.BOFT])
+def test_rotations_of_doubles_are_doubles(x64, method):
+    draw = np.random.default_rng(0).normal
+    w = jnp.asarray(draw(size=(8, 3)))
+    new = method.create(w, KEY, block_size=4)
+    dense = hki.materialize(new._replace(upper=jnp.asarray(draw(size=new.upper.shape))))
+    assert dense.dtype == np.float64
+    np.testing.assert_allclose((dense**2).sum(0), (w**2).sum(0), rtol=1e-13)
+
+
+def test_dora_of_doubles_has_the_lengths_of_doubles(x64):
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)))
+    new = hki.adapters.DoRA.create(w, KEY, rank=2)
+    dense = hki.materialize(new._replace(b=new.b + 0.5))
+    lengths = np.sqrt((np.asarray(dense) ** 2).sum(0))
+    np.testing.assert_allclose(lengths, new.magnitude, rtol=1e-13)

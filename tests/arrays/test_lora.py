@@ -362,6 +362,20 @@ def test_as_cheap_as_by_hand(alpha):
     assert max(sizes) < 64 * 48
 
 
+@pytest.mark.parametrize("equation", ["tn,nm->tm", "tm,nm->tn"])
+def test_gradient_of_a_is_computed_as_its_transpose(equation):
+    w, x = lora((64, 48)), normal((32, 64 if equation.startswith("tn") else 48))
+    loss = hki.use_implicit_args(lambda w, x: jnp.sum(jnp.sin(jnp.einsum(equation, x, w))))
+
+    def dense_loss(a):
+        return jnp.sum(jnp.sin(jnp.einsum(equation, x, w.w + w.scale * a @ w.b)))
+
+    close(jax.jit(jax.grad(loss))(w, x).a, jax.grad(dense_loss)(w.a))
+    eqns = jax.make_jaxpr(jax.grad(loss))(w, x).eqns
+    (barrier,) = (e for e in eqns if e.primitive.name == "optimization_barrier")
+    assert barrier.outvars[0].aval.shape == (w.rank, 64)
+
+
 K3 = dict(output_channels=4, kernel_shape=3)
 CONVS = {
     "1-d": (K3, hk.Conv1D, (2, 8, 3)),

@@ -107,6 +107,7 @@ def test_warnings_are_lines_and_a_field(folder, capsys):
 def test_what_has_no_adapter_is_not_merged(folder, capsys):
     code, _, err = run(capsys, "merge", "model", "merged")
     assert code == 1 and "model: there are no adapters in it" in err[0]
+    assert "model.params(params)" in err[0]
     assert not (folder / "merged").exists()
 
 

@@ -7,19 +7,32 @@ from serving.text import ChatTemplate
 
 
 class Counting:
-    """In place of compiled programs: the tokens after a prompt go on from its last one."""
+    """In place of compiled programs: the tokens after a prompt go on from its last one.
+
+    Attributes:
+      calls: the tokens of each piece that was read, and the shape (steps, rows) of each decoding.
+    """
+
+    empty = ()
 
     def __init__(self, sizes: Sizes):
-        self.sizes = sizes
+        self.sizes, self.calls = sizes, []
 
     def leaves_of(self, bank):
         return []
 
-    def prefill(self, bank, adapter, slot, prompt, how):
-        return prompt[-1] + 1
+    def read(self, bank, adapter, state, tokens, size, how):
+        assert len(tokens) <= size and size in self.sizes.pieces
+        self.calls.append(tokens)
+        return tokens[-1] + 1, (*state, *tokens)
 
-    def decode(self, bank, adapters, tokens, how):
-        return [token + 1 for token in tokens]
+    def join(self, bank, adapter, state, slot):
+        assert 0 <= slot < self.sizes.slots
+
+    def decode(self, bank, tokens, how, steps):
+        assert 1 <= steps <= self.sizes.burst
+        self.calls.append((steps, len(tokens)))
+        return [[token + i for token in tokens] for i in range(1, steps + 1)]
 
 
 def byte_tokenizer():

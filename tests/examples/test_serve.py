@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 TARGETS = ".*_proj/w"
 NAMES = [f"a{i}" for i in range(8)]
-SIZES = Sizes(length=64, prompts=(16,), widths=(1, 16))
+SIZES = Sizes(length=64, pieces=(8,), widths=(1, 16))
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,8 @@ def test_whoever_goes_away_gives_the_slot_back(compiled, checkpoint, adapters, s
             return engine.counters
 
     counters = asyncio.run(run())
-    assert counters.finished == {"cancelled": 1} and counters.tokens in (3, 4)
+    # The token after the prompt, and those of one call.
+    assert counters.finished == {"cancelled": 1} and counters.tokens == 1 + SIZES.burst
 
 
 def test_errors(compiled, checkpoint, adapters, tmp_path):
@@ -264,7 +265,7 @@ def test_errors(compiled, checkpoint, adapters, tmp_path):
         ("x", bytes(1 << 21), 413, "more than 1048576 bytes"),
     ]
     bodies = [
-        (dict(prompt="a" * 17), 400, "the prompt has 17 tokens, expected 1 to 16"),
+        (dict(prompt="a" * 64), 400, "the prompt has 64 tokens, expected 1 to 63"),
         (dict(prompt="abc", max_tokens=62), 400, "max_tokens is 62, expected 1 to 61"),
         (dict(prompt=[64]), 400, "'prompt': expected tokens from 0 to 63, got 64"),
         (dict(model="zz"), 404, "the model 'zz' does not exist; there are base, a0"),
@@ -330,7 +331,7 @@ def test_sigterm_finishes_what_runs(model_file, adapters, alone, tmp_path):
         f"--gguf={model_file}",
         f"--adapters={tmp_path}",
     ]
-    command += ["--port=0", "--rank=2", "--widths=2", "--prompts=16", "--cache_length=64"]
+    command += ["--port=0", "--rank=2", "--widths=2", "--pieces=16", "--cache_length=64"]
     command += ["--grace=3600"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(

@@ -26,7 +26,8 @@ from tests.examples import plain_server
 CONFIG = llama.LlamaConfig(
     vocab_size=61, dim=32, num_layers=1, num_heads=4, num_kv_heads=2, hidden_dim=48, tied=False
 )
-SIZES = Sizes(length=24, prompts=(8,), widths=(2,))
+SIZES = Sizes(length=24, pieces=(4, 8), widths=(1, 2), burst=4)
+ONE_BY_ONE = dataclasses.replace(SIZES, burst=1)
 NAMES = ("a0", "a1", "a2")
 TARGETS = ".*/(q_proj|down_proj)/w"
 
@@ -69,7 +70,13 @@ def engine(compiled):
 
 @pytest.fixture
 def counting():
-    return Engine(plain_server.Counting(SIZES), None, base="base", queue=4, budget=8)
+    return Engine(plain_server.Counting(ONE_BY_ONE), None, base="base", queue=4, budget=4)
+
+
+@pytest.fixture
+def bursting():
+    sizes = Sizes(length=32, pieces=(4, 8), widths=(3,), burst=4)
+    return Engine(plain_server.Counting(sizes), None, base="base", queue=4, budget=8)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +104,8 @@ def run_all(engine):
         engine.turn()
 
 
-PROMPTS = [[3, 14, 15, 9, 2], [27, 18, 28, 18, 28], [1, 41, 42, 13, 56]]  # each length is compiled
+# `alone` compiles for each length; the last one is read in three pieces.
+PROMPTS = [[3, 14, 15, 9, 2], [27, 18, 28], [1, 41, 42, 13, 56], [*range(7, 60, 4), *range(3)]]
 
 
 def test_compilations_are_counted():
@@ -111,28 +119,70 @@ def test_compilations_are_counted():
 
 @pytest.mark.slow
 def test_answers_are_those_of_each_adapter_alone(engine, adapters, alone):
-    """Also of one that is added while others run; and nothing is compiled for any of it."""
+    """Of prompts of other lengths, and of an adapter that is added while others run.
+
+    Nothing is compiled for any of it.
+    """
     for name in ("a0", "a1"):
         engine.put_adapter(name, adapters[name])
-    models = ["base", "a0", "a1"]
-    counts = [5, 4, 6]
+    models = ["base", "a0", "a1", "base"]
+    counts = [15, 4, 6, 7]
     asked = [request(p, m, n) for p, m, n in zip(PROMPTS, models, counts, strict=True)]
     want = [alone(m, p, n) for p, m, n in zip(PROMPTS, models, counts, strict=True)]
     later = alone("a2", PROMPTS[0], 5)
-    assert len({tuple(x[:4]) for x in (*want, later)}) == 4  # they differ
+    assert len({tuple(x[:4]) for x in (*want, later)}) == 5  # they differ
     with Compilations() as compilations:
-        for one, _ in asked:
+        engine.submit(asked[0][0])
+        engine.turn()
+        engine.turn()  # two tokens at once
+        assert asked[0][1] == want[0][: len(asked[0][1])] and len(asked[0][1]) > 3
+        for one, _ in asked[1:]:
             engine.submit(one)
         engine.turn()
         engine.turn()
         engine.put_adapter("a2", adapters["a2"])
         one, heard = request(PROMPTS[0], "a2")
+        while engine.waiting == engine.max_queue:
+            engine.turn()
         engine.submit(one)
         run_all(engine)
     assert compilations.count == 0
     for (_, got), tokens in zip((*asked, (one, heard)), (*want, later), strict=True):
         assert got == [*tokens, Finished("length")]
-    assert engine.counters.finished == {"length": 4} and engine.counters.tokens == 20
+    assert engine.counters.finished == {"length": 5}
+    assert engine.counters.tokens == sum(counts) + 5
+
+
+@pytest.mark.slow
+def test_a_prompt_in_pieces_gives_the_state_of_the_whole(compiled, params, adapters):
+    """And what a piece is padded to does not matter."""
+    made, bank = compiled
+    leaves = made.leaves_of(bank.put(1, adapters["a1"]))
+    prompt = PROMPTS[3][:8]
+
+    def read(*pieces):
+        state, start = made.empty, 0
+        for count, size in pieces:
+            piece = prompt[start : start + count]
+            token, state = made.read(leaves, 1, state, piece, size, Sampling())
+            start += count
+        named = jax.tree.unflatten(jax.tree.structure(empty), state)
+        return int(token), jax.tree.map(lambda x: np.asarray(x, np.float32), hki.materialize(named))
+
+    model = decoding.make_model(CONFIG, SIZES.length, "int8")
+    empty = decoding.empty_cache(model)
+    own = hki.materialize(hki.set_adapter(params, adapters["a1"]))
+    logits, want = jax.jit(model.apply)(own, empty, None, jnp.asarray([prompt]))
+    want = jax.tree.map(np.asarray, hki.materialize(want))
+    for pieces in ([(8, 8)], [(4, 4), (4, 4)], [(3, 4), (3, 8), (1, 4), (1, 8)]):
+        token, state = read(*pieces)
+        assert token == logits[0, -1].argmax()
+        for module, values in want.items():
+            assert state[module]["position"] == 8
+            for name in ("key_cache", "value_cache"):
+                # A rounding error may move a code of 8 bits to its neighbor.
+                kept, got = values[name][:, :8], state[module][name][:, :8]
+                np.testing.assert_allclose(got, kept, atol=np.abs(kept).max() / 100)
 
 
 @pytest.mark.slow
@@ -155,6 +205,89 @@ def test_stop_tokens_end_an_answer(counting):
     counting.submit(one)
     run_all(counting)
     assert heard == [4, 5, Finished("stop")]
+
+
+def test_a_call_decodes_several_tokens_while_few_requests_run(bursting):
+    one, heard = request([3], "base", 10)
+    bursting.submit(one)
+    run_all(bursting)
+    assert bursting.programs.calls == [[3], (4, 1), (4, 1), (1, 1)]
+    assert heard == [*range(4, 14), Finished("length")]
+    del bursting.programs.calls[:]
+    asked = [request([i], "base", 3 + i) for i in (0, 10)]
+    for one, _ in asked:
+        bursting.submit(one)
+    run_all(bursting)
+    # Two tokens each; the shorter answer then leaves, and the other one has four of a call.
+    assert bursting.programs.calls == [[0], [10], (2, 2), (4, 2), (4, 2), (2, 2)]
+    for start, (_, got) in zip((0, 10), asked, strict=True):
+        assert got == [*range(start + 1, 2 * start + 4), Finished("length")]
+
+
+def test_a_call_decodes_one_token_while_prompts_are_read(bursting):
+    """And a short prompt does not wait until a long one is read."""
+    running, _ = request([3], "base", 16)
+    bursting.submit(running)
+    bursting.turn()
+    del bursting.programs.calls[:]
+    long, short = list(range(20)), [50, 51]
+    asked = [request(long, "base", 2), request(short, "base", 2)]
+    for one, _ in asked:
+        bursting.submit(one)
+    run_all(bursting)
+    calls = [long[:8], (1, 1), short, long[8:16], (1, 3), long[16:], (2, 2)]
+    assert bursting.programs.calls[: len(calls)] == calls
+    for (one, got), want in zip(asked, ([20, 21], [52, 53]), strict=True):
+        assert got == [*want, Finished("length")] and one.state is None
+
+
+def test_a_call_ends_with_the_first_answer_while_others_wait_for_a_slot():
+    sizes = Sizes(length=32, pieces=(4,), widths=(2,), burst=8)
+    engine = Engine(plain_server.Counting(sizes), None, base="base", queue=4, budget=8)
+    for i, count in ((0, 3), (10, 9), (20, 1)):
+        engine.submit(request([i], "base", count)[0])
+    run_all(engine)
+    assert engine.programs.calls == [[0], [10], (2, 2), [20], (6, 2)]
+
+
+def test_cancelling_while_the_prompt_is_read(bursting):
+    one, heard = request([1] * 20, "base")
+    bursting.submit(one)
+    bursting.turn()
+    bursting.cancel(one)
+    bursting.turn()
+    assert heard == [Finished("cancelled")] and bursting.programs.calls == [[1] * 8]
+    other, heard = request([3], "base", 2)
+    bursting.submit(other)
+    run_all(bursting)
+    assert heard == [4, 5, Finished("length")] and bursting.programs.calls[2:] == [(1, 1)]
+
+
+def test_a_token_that_ends_an_answer_within_a_call(bursting):
+    asked = [request([3], "base", 9, stop=frozenset([6])), request([13], "base", 9)]
+    for one, _ in asked:
+        bursting.submit(one)
+    run_all(bursting)
+    assert asked[0][1] == [4, 5, Finished("stop")]
+    assert asked[1][1] == [*range(14, 23), Finished("length")]
+
+
+def test_a_request_whose_function_fails_ends_alone(bursting, monkeypatch):
+    logged = []
+    monkeypatch.setattr(engines.logging, "exception", lambda *args: logged.append(args))
+
+    def fail(event):
+        raise ValueError("nobody listens")
+
+    failing, (other, heard) = Request([3], fail, "base", 12), request([13], "base", 12)
+    for one in (failing, other):
+        bursting.submit(one)
+    bursting.turn()
+    bursting.turn()
+    assert failing.finished == Finished("cancelled") and logged
+    assert (bursting.running, bursting.failed) == (1, None)
+    run_all(bursting)
+    assert heard == [*range(14, 26), Finished("length")]
 
 
 def test_cancelling_frees_the_slot(counting):
@@ -196,8 +329,8 @@ def test_numbers_that_are_not_finite_stay_in_their_request(engine, adapters, alo
 @pytest.mark.parametrize(
     "prompt, model, count, error, message",
     [
-        ([1] * 9, "base", 1, engines.TooLong, "the prompt has 9 tokens, expected 1 to 8"),
-        ([], "base", 1, engines.TooLong, "the prompt has 0 tokens, expected 1 to 8"),
+        ([1] * 24, "base", 1, engines.TooLong, "the prompt has 24 tokens, expected 1 to 23"),
+        ([], "base", 1, engines.TooLong, "the prompt has 0 tokens, expected 1 to 23"),
         ([1] * 8, "base", 17, engines.TooLong, "max_tokens is 17, expected 1 to 16: prompt"),
         ([1], "base", 0, engines.TooLong, "max_tokens is 0, expected 1 to 23"),
         ([1], "b", 1, engines.UnknownModel, "'b' does not exist; there are base"),
@@ -277,7 +410,7 @@ def test_a_failure_ends_all_requests(counting, monkeypatch):
     def fail(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(counting.programs, "prefill", fail)
+    monkeypatch.setattr(counting.programs, "read", fail)
     asked = [request([1], "base") for _ in range(2)]
     for one, _ in asked:
         counting.submit(one)
@@ -347,9 +480,10 @@ def test_what_is_not_finite_is_seen_in_any_vocabulary(size, what):
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        (dict(length=8, prompts=(8,), widths=(1,)), "prompts: expected less than length=8"),
-        (dict(length=8, prompts=(4, 2), widths=(1,)), "prompts: expected increasing"),
-        (dict(length=8, prompts=(4,), widths=()), "widths: expected increasing"),
+        (dict(length=8, pieces=(3,), widths=(1,)), "the first one divides the others and length=8"),
+        (dict(length=8, pieces=(2, 3), widths=(1,)), "the first one divides the others"),
+        (dict(length=8, pieces=(4, 2), widths=(1,)), "pieces: expected increasing"),
+        (dict(length=8, pieces=(4,), widths=()), "widths: expected increasing"),
     ],
 )
 def test_sizes_are_checked(sizes, message):

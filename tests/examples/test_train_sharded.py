@@ -16,16 +16,21 @@ TINY = ["--layers=1", "--width=32", "--group_size=4", "--length=8"]
 
 
 def started(folder, *flags):
-    """The program, as a process that prints its losses."""
+    """The program, as a process that prints its losses. What XLA has compiled is kept in the folder."""
     folder.mkdir(exist_ok=True)
     paths = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
+    kept = dict(
+        JAX_COMPILATION_CACHE_DIR=str(folder),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", EXAMPLES / "train_sharded.py", *TINY, *flags],
         stdout=subprocess.PIPE,
         # Not a pipe: it would fill while only the other one is read.
         stderr=open(folder / "errors", "w"),  # noqa: SIM115
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, **kept, "PYTHONPATH": os.pathsep.join(paths)},
     )
     process.errors = folder / "errors"
     return process

@@ -183,7 +183,9 @@ def test_only_some_parameters(path):
 
 
 def lora(rank=2):
-    return hki.LoRA(jnp.ones((4, 4)), jnp.ones((4, rank)), jnp.ones((rank, 4)))
+    return hki.LoRA(
+        *(jax.device_put(np.ones(s, np.float32)) for s in ((4, 4), (4, rank), (rank, 4)))
+    )
 
 
 @pytest.mark.parametrize(

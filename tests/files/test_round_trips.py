@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import haiku_implicit as hki
+from haiku_implicit.files import dtypes
 from tests.cases import CASES
 from tests.files.trees import OTHERS, Registered, as_jax, assert_same, bits, made, mlp_params
 from tests.tiers import few
@@ -330,3 +331,14 @@ def test_a_type_that_is_never_dense(again):
     found = again({"w": NeverDense(jnp.arange(3.0))})
     assert found["w"].shape == (3000,)
     np.testing.assert_array_equal(found["w"].codes, np.arange(3.0))
+
+
+@pytest.mark.parametrize("offset", range(0, 64, 4))
+def test_arrays_do_not_use_the_memory_of_the_file(offset):
+    """JAX uses aligned memory of NumPy as it is; a file that is written to would change parameters."""
+    room = np.zeros(4096 + 128, np.uint8)
+    start = -room.ctypes.data % 64 + offset
+    data = room[start : start + 4096]
+    x = dtypes.array_of(data, "float32", (32, 32), weak_type=False, as_numpy=False)
+    room[...] = 1
+    assert x.shape == (32, 32) and not np.asarray(x).any()

@@ -10,6 +10,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.interchange.ggml import KINDS
+from tests.interchange.ggml_blocks import blocks
 
 RNG = np.random.default_rng(0)
 Kind = gguf.GGMLQuantizationType
@@ -18,11 +19,11 @@ QUANTIZED = [Kind[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ
 
 
 def write(path, tensors, **options):
-    """A GGUF file of `{name: (numbers, type)}`."""
+    """A GGUF file of `{name: (numbers or blocks, type)}`."""
     writer = gguf.GGUFWriter(path, arch="test", **options)
     for name, (numbers, kind) in tensors.items():
-        numbers = np.asarray(numbers, np.float32)
-        data = numbers if kind == Kind.F32 else gguf.quantize(numbers, kind)
+        as_it_is = kind == Kind.F32 or np.asarray(numbers).dtype == np.uint8  # blocks
+        data = numbers if as_it_is else gguf.quantize(np.asarray(numbers, np.float32), kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -52,6 +53,18 @@ def test_values_are_those_of_the_package(kind, tmp_path):
     assert w.dtype == embeddings.dtype == jnp.float32
     np.testing.assert_array_equal(hki.materialize(w), expected(up, kind).T)
     np.testing.assert_array_equal(hki.materialize(embeddings), expected(embedding, kind))
+
+
+def test_the_bytes_of_every_type_are_those_of_the_package(tmp_path):
+    """Of blocks of random bytes, also in types that the package can't quantize to."""
+    write(tmp_path / "a.gguf", {name: blocks(name)[::-1] for name in KINDS})
+    found = {t.name: t for t in hki.open_gguf(tmp_path / "a.gguf").tensors}
+    params = hki.load_gguf(tmp_path / "a.gguf", lambda name: f"m/{name}")["m"]
+    for t in gguf.GGUFReader(tmp_path / "a.gguf").tensors:
+        assert found[t.name].kind == t.tensor_type.name
+        np.testing.assert_array_equal(found[t.name].data, t.data)
+        wanted = gguf.dequantize(t.data, t.tensor_type)
+        np.testing.assert_array_equal(hki.materialize(params[t.name]), wanted)
 
 
 def test_dtypes(tmp_path):

@@ -18,7 +18,7 @@ from tests.haiku_models import RNG
 from tests.mox.compare import close, same
 from tests.tiers import few
 
-X = jnp.arange(8.0).reshape(2, 4) / 8
+X = jax.device_put(np.arange(8, dtype=np.float32).reshape(2, 4) / 8)
 
 
 # --- random keys ----------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def three(x):
 
 
 MODEL = hk.transform(three)
-PARAMS = MODEL.init(RNG, X)
+PARAMS = jax.jit(MODEL.init)(RNG, X)
 
 
 def saved(mox, folder):

@@ -25,7 +25,7 @@ from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.quantized.numbers.options import is_positive_integer
 
-# The factors and the scale of all slots, by the path of their weight.
+# The factors and the scale of all slots, or of one, by the path of their weight.
 _Slots = dict[str, tuple[jax.Array, jax.Array, jax.Array]]
 
 
@@ -146,22 +146,38 @@ class AdapterBank:
         Raises:
           ValueError: for a slot out of range; if the slot is traced, the factors are NaN instead.
         """
+        return self.with_factors(self.factors(slot))
+
+    def factors(self, slot: Any) -> _Slots:
+        """The factors and the scale of one slot, as `select` chooses them, for `with_factors`.
+
+        A program of many steps, such as decoding, gathers them once:
+
+            factors = jax.vmap(bank.factors)(slots)
+            step = jax.vmap(lambda factors, x: apply(bank.with_factors(factors), x))
+        """
         if not isinstance(slot, jax.core.Tracer):
             self._checked_slot(slot)
         place = self._place(slot)
+        return jax.tree.map(
+            lambda x: x.at[place].get(mode="fill", fill_value=jnp.nan), dict(self.slots)
+        )
+
+    def with_factors(self, factors: _Slots) -> Params:
+        """The parameters with the factors of one adapter, as `factors` returns them."""
 
         def selected(parameter: trees.Parameter) -> Array:
-            if parameter.path not in self.slots:
+            if parameter.path not in factors:
                 return parameter.value
-            slots = self.slots[parameter.path]
-            a, b, factor = (x.at[place].get(mode="fill", fill_value=jnp.nan) for x in slots)
             if not is_implicit(parameter.value):
                 raise TypeError(
                     "params: the bank is an argument of a wrapped function (use_implicit_args or "
                     "hki.grad), in which its LoRA weights read as dense arrays. Differentiate with "
                     "jax.grad, with respect to bank.slots"
                 )
-            return parameter.value._replace(a=a, b=b, factor=factor)
+            return parameter.value._replace(
+                **dict(zip(("a", "b", "factor"), factors[parameter.path], strict=True))
+            )
 
         return trees.map_matrices(selected, self.params)
 

@@ -19,10 +19,11 @@ from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import (
     is_value,
+    materialize,
     tree_leaves_with_implicit,
     tree_map_with_implicit,
 )
-from haiku_implicit.core.typing import Array, Params, TreeDef
+from haiku_implicit.core.typing import Array, Params, Tree, TreeDef
 from haiku_implicit.params.haiku.transformed import (
     AnyTransformed,
     check_transformed,
@@ -107,9 +108,10 @@ def freeze(
 
     Returns:
       `(model, params)`: a model of the same kind, and the trained arrays. Its `apply` takes these
-      instead of all parameters. Its `init` returns them as they are now, whatever its key is, with the
-      state that the model's own `init` makes with that key. (For other factors, give `add_lora` another
-      key.) `model.params(params)` gives all parameters back, for saving, merging and serving, and
+      instead of all parameters, and its results are dense, unless an argument is implicit, such as a
+      cache. Its `init` returns the trained arrays as they are now, whatever its key is, with the state
+      that the model's own `init` makes with that key. (For other factors, give `add_lora` another key.)
+      `model.params(params)` gives all parameters back, for saving, merging and serving, and
       `model.whole` is the model that takes them. A file of the trained arrays alone does not name their
       base; a file of `get_adapter(model.params(params))` does, and `set_adapter` checks it.
 
@@ -135,7 +137,13 @@ def freeze(
     given: Any = model
     if isinstance(given, Frozen) and isinstance(params, Mapping):
         given.check(params)
-    if not takes_implicit(model) and any(map(is_implicit, tree_leaves_with_implicit(params))):
+        if trainable_dense is False:
+            raise ValueError(
+                "model: it is from hki.freeze already, and params are the arrays that it trains. Use "
+                "both as they are. trainable_dense= chooses some of these arrays; to freeze anew, give "
+                "model.whole and model.params(params)"
+            )
+    if not takes_implicit(model) and _has_implicit(params):
         model = transform_implicit(model)
     halves = _split(params, trainable_dense, by_reference)
     kind = next(new for kind, new in _KINDS.items() if isinstance(model, kind))
@@ -212,13 +220,24 @@ _KINDS: dict[type, Any] = {
 
 
 def _with_frozen(halves: _Halves, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """An `apply` of the trained arrays."""
+    """An `apply` of the trained arrays, whose results are dense.
+
+    A model may return a part of a weight. A loop that knows no implicit arrays would take the leaves of
+    it for results. A loop that has an implicit cache among the arguments gets the new one as it is.
+    """
 
     @functools.wraps(apply)
     def wrapped(params: Params, *args: Any, **kwargs: Any) -> Any:
-        return apply(halves.whole(params), *args, **kwargs)
+        results = apply(halves.whole(params), *args, **kwargs)
+        if _has_implicit((args, kwargs)) or not _has_implicit(results):
+            return results
+        return materialize(results)
 
     return wrapped
+
+
+def _has_implicit(tree: Tree) -> bool:
+    return any(map(is_implicit, tree_leaves_with_implicit(tree)))
 
 
 def _with_start(model: AnyTransformed, halves: _Halves) -> Callable[..., Any]:

@@ -28,10 +28,11 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
     """Lets a transformed Haiku function have implicit parameters and state.
 
     `init` may return implicit arrays (made by a `creator`, or with `box`), and
-    `apply` takes them wherever it takes arrays: in the parameters, in the state and in the inputs. The
-    new state may have implicit arrays, too, but an entry that is dense stays dense if the implicit
-    array would hold more. The Haiku function itself notices nothing: it sees arrays of the dense shape
-    and dtype.
+    `apply` takes them wherever it takes arrays: in the parameters, in the state and in the inputs. A
+    result that is a part of an implicit array, such as a slice of a weight, is implicit; `materialize`
+    makes it dense. The new state may have implicit arrays, too, but an entry that is dense stays dense
+    if the implicit array would hold more. The Haiku function itself notices nothing: it sees arrays of
+    the dense shape and dtype.
 
     The wrapped functions are functions of pytrees like Haiku's own; `jax.jit`, `jax.grad` and
     `jax.vmap` apply to them. Called eagerly, they trace the Haiku function once for arguments of one

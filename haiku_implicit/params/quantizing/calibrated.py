@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -148,7 +148,7 @@ def inputs_of(
     apply: Callable[..., Any],
     params: Params,
     batches: Iterable[Any],
-    paths: Sequence[str],
+    paths: Collection[str],
     choice: trees.Choice,
 ) -> dict[str, jax.Array]:
     """A statistic of the inputs of each chosen weight that has inputs, joined over the batches."""

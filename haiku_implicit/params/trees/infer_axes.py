@@ -14,6 +14,7 @@ from haiku_implicit.arrays.uses import Piece, Pieces, Use, Uses, find_uses
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.materialization import recording
+from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.transform import (
     Static,
     is_value,
@@ -24,6 +25,7 @@ from haiku_implicit.core.transform import (
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import LAST_TWO, MatrixAxes
+from haiku_implicit.params.trees.options import named
 from haiku_implicit.params.trees.selection import errors_name, is_matrix
 
 # A model, or its `apply`.
@@ -63,6 +65,12 @@ def prepare(model: Model, params: Params, *args: Any, **kwargs: Any) -> Params:
       LoRA(float32[64,64], w=float32[64,64], a=float32[64,2], b=float32[2,64], factor=float32[])
     """
     axes = infer_matrix_axes(model, params, *args, **kwargs)
+    late = [p for p in trees.parameters_of(params) if _is_late(p, axes.get(p.path))]
+    if late:
+        warn_caller(
+            f"prepare: these weights are implicit already, and do not change: {named(late)}. Call "
+            "prepare on the dense parameters, before LoRA and quantization"
+        )
 
     def viewed(parameter: trees.Parameter) -> Array:
         own, value = axes.get(parameter.path), parameter.value
@@ -73,6 +81,13 @@ def prepare(model: Model, params: Params, *args: Any, **kwargs: Any) -> Params:
             return MatrixView(*unfolded(value, *own))
 
     return trees.map_parameters(viewed, params)
+
+
+def _is_late(parameter: trees.Parameter, own: MatrixAxes | None) -> bool:
+    """Whether a weight is implicit already, as other matrices than those that the model multiplies."""
+    value, other = parameter.value, own not in (None, LAST_TWO)
+    many = len(value.shape) - parameter.stacked > 2
+    return other and many and is_implicit(value) and not isinstance(value, MatrixView)
 
 
 def infer_matrix_axes(

@@ -49,23 +49,24 @@ class Room(NamedTuple):
         path = path_of(module_name, name)
         return self.rank_of(path) <= self.room_of(path, tuple(value.shape))
 
-    @property
-    def wanted(self) -> str:
-        """The default targets in words, for errors."""
-        rank = self.rank_of("")
+    def wanted(self, suited: Sequence[Parameter]) -> str:
+        """The default targets in words, for the error that none of the suited weights has room."""
+        most = max((self.room_of(p.path, tuple(p.value.shape)) for p in suited), default=0)
+        largest = f" (the rank can be {most} at most)" if most else ""
         return (
-            f"a weight with room for LoRA of rank {rank} that is dense or quantized (those of other "
-            "types have to be named by targets=; matrix_axes= says which axes make the matrix of a "
-            "weight of more than two, and hki.prepare(model, params, *args) finds them)"
+            f"a weight with room for LoRA of rank {self.rank_of('')}{largest} that is dense or "
+            "quantized (those of other types have to be named by targets=; matrix_axes= says which "
+            "axes make the matrix of a weight of more than two, and hki.prepare(model, params, *args) "
+            "finds them)"
         )
 
-    def told(self, left: Sequence[Parameter]) -> str:
+    def told(self, left: Sequence[Parameter], *, prepared: bool) -> str:
         """The warning about weights without room."""
         what = "1 weight gets" if len(left) == 1 else f"{len(left)} weights get"
         axes = (
             " params = hki.prepare(model, params, *args) finds which axes make one matrix of a weight "
             "of more than two."
-            if _of_many_axes(left)
+            if _of_many_axes(left) and not prepared
             else ""
         )
         return (
@@ -153,9 +154,8 @@ class QuantizeOptions:
         """The new thing that each matrix of a stack has, in words."""
         return "scales"
 
-    @property
-    def wanted(self) -> str:
-        """The default targets in words, for errors."""
+    def wanted(self, suited: Sequence[Parameter]) -> str:
+        """The default targets in words, for the error that none of the suited weights fits."""
         size = self.divisor
         if not size or isinstance(size, str):
             return "a dense weight"
@@ -165,12 +165,12 @@ class QuantizeOptions:
             "finds them)"
         )
 
-    def told(self, left: Sequence[Parameter]) -> str:
+    def told(self, left: Sequence[Parameter], *, prepared: bool) -> str:
         """The warning about weights that the groups do not divide."""
         axis, size = self.axis, self.divisor
         what = "1 weight stays" if len(left) == 1 else f"{len(left)} weights stay"
         axes = "; hki.prepare(model, params, *args) finds matrices in weights of more than two axes"
-        axes = axes if _of_many_axes(left) else ""
+        axes = axes if _of_many_axes(left) and not prepared else ""
         fitting = ""
         if isinstance(size, int):
             common = math.gcd(size, *(p.value.shape[axis] for p in left))

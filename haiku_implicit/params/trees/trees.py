@@ -216,7 +216,10 @@ def of_weights(make: Make, default: Weights) -> Edit:
     def takes(*of: Any) -> bool:
         return default.suits(*of) and default.fits(*of)
 
-    nothing = functools.partial(nothing_chosen, wanted=default.wanted)
+    def nothing(parameters: Parameters, choice: Choice) -> ValueError:
+        suited = choice._replace(missing_ok=True).chosen(parameters, default.suits)
+        return nothing_chosen(parameters, choice, default.wanted(suited))
+
     warn = functools.partial(warn_of_others, default=default, of_each=default.of_each)
     return Edit(make, takes, nothing, warn=warn)
 
@@ -279,7 +282,7 @@ def warn_of_others(
         if default is not None:
             left = lenient.chosen(parameters, lambda *p: default.suits(*p) and not default.fits(*p))
             if left and is_news(type(default).__name__):
-                sentences.append(default.told(left))
+                sentences.append(default.told(left, prepared=is_prepared(parameters)))
         of_complex = lenient.chosen(parameters, selection.is_complex_weight)
         if of_complex and is_news("complex"):
             names = named(of_complex)
@@ -303,7 +306,7 @@ def _told_of_stacks(
     return [
         f"nothing says which axes of {what} make a matrix, so that each counts as a stack of matrices, "
         f"with {of_each} for each matrix: {names}. If the model multiplies more axes as one matrix, "
-        f"{way_out}. If they are stacks, give matrix_axes={{}}"
+        f"{way_out}. If they are stacks or kernels of convolutions, give matrix_axes={{}}"
     ]
 
 
@@ -314,7 +317,7 @@ def stacks_in(parameters: Parameters, marks: Sequence[bool], choice: Choice) -> 
     makes one of each weight that has more than two axes and is a matrix. A parameter `[..., m]` in the
     module of a weight `[..., n, m]` has the same stacked axes, as a bias for each matrix.
     """
-    if choice.matrix_axes is not None or any(isinstance(p.value, MatrixView) for p in parameters):
+    if choice.matrix_axes is not None or is_prepared(parameters):
         return []
     shapes = {(p.module_name, tuple(p.value.shape)) for p in parameters}
 
@@ -326,6 +329,11 @@ def stacks_in(parameters: Parameters, marks: Sequence[bool], choice: Choice) -> 
     return [p for p in marked if is_unsaid_stack(p) and not has_biases(p)]
 
 
+def is_prepared(parameters: Parameters) -> bool:
+    """Whether `prepare` has seen some parameters, or the axes of one were given."""
+    return any(isinstance(p.value, MatrixView) for p in parameters)
+
+
 def _as_matrices(p: Parameter) -> str:
     *lead, n, m = p.value.shape[p.stacked :]
     return f"{p.path} ({selection.describe(p.value)} as {math.prod(lead):,} matrices of {n} x {m})"
@@ -334,18 +342,18 @@ def _as_matrices(p: Parameter) -> str:
 def _check_not_done(parameters: Parameters) -> str:
     """Raises if all weights are implicit already, as in a second call; says if some of them are."""
     weights = [p for p in parameters if selection.is_weight(*p[:3])]
-    done = [p for p in weights if is_implicit(p.value)]
+    matrices = {p.path: open_matrix(p.path, p.value).matrix for p in weights}
+    done = {path: matrix for path, matrix in matrices.items() if is_implicit(matrix)}
     if not done:
         return ""
-    first = done[0]
+    path, kind = next((path, selection.describe(matrix)) for path, matrix in done.items())
     if len(done) == len(weights):
         raise ValueError(
-            f"targets: all {len(done)} weights are implicit already; {first.path} is "
-            f"{selection.describe(first.value)}. merge_lora and materialize make them dense; "
-            "targets= names those of other types that are to be changed"
+            f"targets: all {len(done)} weights are implicit already; {path} is {kind}. "
+            "merge_adapters and materialize make them dense; targets= names those of other types that "
+            "are to be changed"
         )
-    kind = selection.describe(first.value)
-    return f" (already implicit: {len(done)}, such as {first.path}, {kind})"
+    return f" (already implicit: {len(done)}, such as {path}, {kind})"
 
 
 # --- by rules ------------------------------------------------------------------------------------

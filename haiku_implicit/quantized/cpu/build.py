@@ -33,8 +33,10 @@ SOURCES = [
 HANDLERS = ("QuantizedMatmul", "IntegerMatmul")
 PREFIX = "haiku_implicit_"
 
-# `native` is the CPU that compiles: other CPUs do not use the library, see `_key`.
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
+# `native` is the CPU that compiles: other CPUs do not use the library, see `_key`. Another target, as
+# `x86-64-v3` for AVX2, serves to measure and to test.
+_TARGET = os.environ.get("HAIKU_IMPLICIT_NATIVE_TARGET", "native")
+FLAGS = ("-std=c++17", "-O3", f"-march={_TARGET}", "-fPIC", "-shared", "-w")
 
 _TIMEOUT = 300  # seconds
 
@@ -64,6 +66,15 @@ def _registered() -> bool:
     return True
 
 
+# For each prefix of registered handlers, see `largest_tiled`.
+_LARGEST_TILED: dict[str, int] = {}
+
+
+def largest_tiled() -> int:
+    """The largest code of which this CPU multiplies many rows, in small groups, fastest as integers."""
+    return _LARGEST_TILED[PREFIX]
+
+
 def register(prefix: str, flags: tuple[str, ...]) -> None:
     """Makes the kernels' handlers targets of `jax.ffi.ffi_call` on the CPU.
 
@@ -75,6 +86,8 @@ def register(prefix: str, flags: tuple[str, ...]) -> None:
       BuildError, OSError: as `library` does.
     """
     loaded = library(flags)
+    loaded.LargestTiled.restype = ctypes.c_int64
+    _LARGEST_TILED[prefix] = loaded.LargestTiled()
     for name in HANDLERS:
         capsule = jax.ffi.pycapsule(getattr(loaded, name))
         jax.ffi.register_ffi_target(prefix + name, capsule, platform="cpu")

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "call.h"
+#include "threads.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define HKI_AVX512
@@ -33,9 +34,6 @@ constexpr int kLanes = 4, kTileRows = 6, kRegisters = 16;
 
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
-typedef int16_t Shorts __attribute__((vector_size(kLanes * 2)));
-typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 template <typename T>
 inline T load(const void* p) {
@@ -49,19 +47,10 @@ inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit 
 // What is called once for many products is not worth compiling wherever it is called.
 #define HKI_ONCE __attribute__((noinline))
 
+// Loops over a few vectors, which are kept in registers only if it is unrolled.
+#define HKI_UNROLL _Pragma("GCC unroll 16")
+
 inline void store(float* p, Floats value) { std::memcpy(p, &value, sizeof(value)); }
-
-// The first `count` of a vector's elements; the others are zero.
-template <typename T, typename Element>
-inline T load_part(const Element* p, int64_t count) {
-  T value{};
-  std::memcpy(&value, p, std::min<int64_t>(count, kLanes) * sizeof(Element));
-  return value;
-}
-
-inline void store_part(float* p, Floats value, int64_t count) {
-  std::memcpy(p, &value, std::min<int64_t>(count, kLanes) * sizeof(float));
-}
 
 inline float sum(Floats value) {
   float parts[kLanes];
@@ -92,79 +81,204 @@ inline void sum_four(const Floats* values, float* out) {
 #endif
 }
 
-// What compilers do not find for vectors of any width: integers from bytes, values of a table of 16,
-// and those of 8-bit floats. These are float16 with less digits: e5m2 as they are, e4m3 with another
-// bias of the exponent, and with a NaN in place of the largest number.
+// --- codes in registers --------------------------------------------------------------------------
+
+constexpr int kCodes = 32;                // that are decoded together
+constexpr int kVectors = kCodes / kLanes;  // of their values
+
+typedef uint8_t Codes __attribute__((vector_size(kCodes)));
+typedef uint32_t CodeWords __attribute__((vector_size(kCodes)));
+
+// (A coarse table is one whose values are bfloat16.)
+enum Kind { kTable16, kSigned, kUnsigned, kE4M3, kE5M2, kCoarse16 };
+
+// 8-bit floats are float16 with less digits: e5m2 as they are, e4m3 with another bias of the exponent,
+// and with a NaN in place of the largest number.
 #if defined(HKI_AVX512) || defined(HKI_AVX2)
+typedef int16_t Halves __attribute__((vector_size(kLanes * 4)));
+
 constexpr float kE4M3Unit = 256;  // what its values, as float16, are multiples of
 
-inline Shorts as_half(Shorts codes, bool e4m3) {
+inline Halves as_half(Halves codes, bool e4m3) {
   if (!e4m3) return codes << 8;
-  const Shorts half = (codes << 7) & (int16_t)0xbf80;
+  const Halves half = (codes << 7) & (int16_t)0xbf80;
   return half | (((half & 0x3f80) == 0x3f80) & 0x7fff);
+}
+
+inline __m128i low_half(Codes codes) { return _mm256_castsi256_si128((__m256i)codes); }
+inline __m128i high_half(Codes codes) { return _mm256_extracti128_si256((__m256i)codes, 1); }
+
+// 16 bytes twice; and each element of these at an index.
+inline Codes twice(const uint8_t* p) {
+  return (Codes)_mm256_broadcastsi128_si256(load<__m128i>(p));
+}
+inline Codes at_indices(Codes codes, Codes index) {
+  return (Codes)_mm256_shuffle_epi8((__m256i)codes, (__m256i)index);
+}
+#else
+constexpr float kE4M3Unit = 1;
+
+inline Codes twice(const uint8_t* p) {
+  Codes out;
+  std::memcpy(&out, p, 16);
+  std::memcpy(reinterpret_cast<uint8_t*>(&out) + 16, p, 16);
+  return out;
+}
+inline Codes at_indices(Codes codes, Codes index) {
+  Codes out;
+  for (int i = 0; i < kCodes; ++i) out[i] = codes[index[i]];
+  return out;
 }
 #endif
 
+// Floats of bytes with or without a sign, and of 8-bit floats.
 #if defined(HKI_AVX512)
 
-inline Ints widened(Bytes codes) { return (Ints)_mm512_cvtepu8_epi32((__m128i)codes); }
-inline Ints widened(SignedBytes codes) { return (Ints)_mm512_cvtepi8_epi32((__m128i)codes); }
-
-inline Floats lookup16(const Floats* table, Ints codes) {
-  return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)table[0]);
+template <Kind kind>
+inline void widened(Codes codes, const float*, Floats (&out)[kVectors]) {
+  if constexpr (kind == kE4M3 || kind == kE5M2) {
+    const Halves halves = as_half((Halves)_mm512_cvtepi8_epi16((__m256i)codes), kind == kE4M3);
+    out[0] = (Floats)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)halves));
+    out[1] = (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)halves, 1));
+  } else {
+    for (int v = 0; v < kVectors; ++v) {
+      const __m128i part = v ? high_half(codes) : low_half(codes);
+      out[v] = (Floats)_mm512_cvtepi32_ps(kind == kSigned ? _mm512_cvtepi8_epi32(part)
+                                                          : _mm512_cvtepu8_epi32(part));
+    }
+  }
 }
 
-template <bool e4m3>
-inline Floats from_float8(Bytes codes, const float*) {
-  const Shorts half = as_half((Shorts)_mm256_cvtepi8_epi16((__m128i)codes), e4m3);
-  return (Floats)_mm512_cvtph_ps((__m256i)half);
-}
+// Values of a table of 16, and which code each is of.
+class Table16 {
+ public:
+  Table16() = default;
+  explicit Table16(const float* table) : values_(load<Floats>(table)) {}
+
+  bool coarse() const { return true; }  // (fine ones take no longer)
+  static int element(int i) { return i; }
+  static Codes arranged(Codes codes) { return codes; }
+  template <bool known_coarse>
+  void look_up(Codes codes, Floats (&out)[kVectors]) const {
+    for (int v = 0; v < kVectors; ++v) {
+      const __m512i index = _mm512_cvtepu8_epi32(v ? high_half(codes) : low_half(codes));
+      out[v] = (Floats)_mm512_permutexvar_ps(index, (__m512)values_);
+    }
+  }
+
+ private:
+  Floats values_;
+};
 
 #elif defined(HKI_AVX2)
 
-inline __m128i low_half(Bytes codes) { return _mm_cvtsi64_si128(load<int64_t>(&codes)); }
-inline Ints widened(Bytes codes) { return (Ints)_mm256_cvtepu8_epi32(low_half(codes)); }
-inline Ints widened(SignedBytes codes) { return (Ints)_mm256_cvtepi8_epi32(low_half((Bytes)codes)); }
-
-inline Floats lookup16(const Floats* table, Ints codes) {
-  const __m256 low = _mm256_permutevar8x32_ps((__m256)table[0], (__m256i)codes);
-  const __m256 high = _mm256_permutevar8x32_ps((__m256)table[1], (__m256i)codes);
-  return (Floats)_mm256_blendv_ps(low, high, (__m256)(codes << 28));
+template <Kind kind>
+inline void widened(Codes codes, const float*, Floats (&out)[kVectors]) {
+  for (int half = 0; half < 2; ++half) {
+    const __m128i part = half ? high_half(codes) : low_half(codes);
+    Floats* to = out + 2 * half;
+    if constexpr (kind == kE4M3 || kind == kE5M2) {
+      const Halves halves = as_half((Halves)_mm256_cvtepi8_epi16(part), kind == kE4M3);
+      to[0] = (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)halves));
+      to[1] = (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)halves, 1));
+    } else {
+      const __m128i next = _mm_srli_si128(part, 8);
+      const bool sign = kind == kSigned;
+      to[0] = (Floats)_mm256_cvtepi32_ps(sign ? _mm256_cvtepi8_epi32(part) : _mm256_cvtepu8_epi32(part));
+      to[1] = (Floats)_mm256_cvtepi32_ps(sign ? _mm256_cvtepi8_epi32(next) : _mm256_cvtepu8_epi32(next));
+    }
+  }
 }
 
-template <bool e4m3>
-inline Floats from_float8(Bytes codes, const float*) {
-  const Shorts half = as_half((Shorts)_mm_cvtepi8_epi16(low_half(codes)), e4m3);
-  return (Floats)_mm256_cvtph_ps((__m128i)half);
-}
+// Values of a table of 16, looked up byte by byte: each byte of the float has a table of bytes. If all
+// values are bfloat16, as small integers are, the two lower ones are zero. Values come in the order in
+// which the bytes are put together: first those with even indices.
+class Table16 {
+ public:
+  Table16() = default;
+  explicit Table16(const float* table) {
+    uint8_t bytes[4][16];
+    for (int i = 0; i < 16; ++i)
+      for (int byte = 0; byte < 4; ++byte)
+        bytes[byte][i] = reinterpret_cast<const uint8_t*>(table + i)[byte];
+    for (int byte = 0; byte < 4; ++byte)
+      bytes_[byte] = _mm256_broadcastsi128_si256(load<__m128i>(bytes[byte]));
+    const __m256i lower = _mm256_or_si256(bytes_[0], bytes_[1]);
+    coarse_ = _mm256_testz_si256(lower, lower);
+  }
+
+  bool coarse() const { return coarse_; }
+
+  static int element(int i) { return (i & 4) * 4 + (i & 16) / 2 + (i & 3) * 2 + (i & 8) / 8; }
+
+  // So that values are in the order that the codes had.
+  static Codes arranged(Codes codes) {
+    const __m256i lanes = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m256i bytes = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
+    return (Codes)_mm256_shuffle_epi8(_mm256_permutevar8x32_epi32((__m256i)codes, lanes), bytes);
+  }
+
+  template <bool known_coarse>
+  void look_up(Codes codes, Floats (&out)[kVectors]) const {
+    const __m256i upper = _mm256_set1_epi32(0xffff0000);
+    __m256i high[2], low[2];
+    pairs(codes, bytes_[2], bytes_[3], high);
+    for (int i = 0; i < 2; ++i) {
+      out[2 * i] = (Floats)_mm256_slli_epi32(high[i], 16);
+      out[2 * i + 1] = (Floats)_mm256_and_si256(high[i], upper);
+    }
+    if (known_coarse || coarse_) return;
+    pairs(codes, bytes_[0], bytes_[1], low);
+    for (int i = 0; i < 2; ++i) {
+      out[2 * i] = (Floats)_mm256_blend_epi16(low[i], (__m256i)out[2 * i], 0xaa);
+      out[2 * i + 1] = (Floats)_mm256_blend_epi16(_mm256_srli_epi32(low[i], 16), (__m256i)high[i], 0xaa);
+    }
+  }
+
+ private:
+  // Two bytes for each code.
+  static void pairs(Codes codes, __m256i first, __m256i second, __m256i (&out)[2]) {
+    const __m256i a = _mm256_shuffle_epi8(first, (__m256i)codes);
+    const __m256i b = _mm256_shuffle_epi8(second, (__m256i)codes);
+    out[0] = _mm256_unpacklo_epi8(a, b), out[1] = _mm256_unpackhi_epi8(a, b);
+  }
+
+  __m256i bytes_[4];
+  bool coarse_;
+};
 
 #else
 
-constexpr float kE4M3Unit = 1;
-
-inline Ints widened(Bytes codes) { return __builtin_convertvector(codes, Ints); }
-inline Ints widened(SignedBytes codes) { return __builtin_convertvector(codes, Ints); }
-
-inline Floats gathered(const float* table, Ints index) {
-  Floats out;
-  for (int i = 0; i < kLanes; ++i) out[i] = table[index[i]];
-  return out;
+template <Kind kind>
+inline void widened(Codes codes, const float* table, Floats (&out)[kVectors]) {
+  for (int i = 0; i < kCodes; ++i)
+    out[i / kLanes][i % kLanes] = kind == kSigned     ? static_cast<int8_t>(codes[i])
+                                  : kind == kUnsigned ? codes[i]
+                                                      : table[codes[i]];
 }
 
-inline Floats lookup16(const Floats* table, Ints codes) {
-  return gathered((const float*)table, codes & 15);
-}
+class Table16 {
+ public:
+  Table16() = default;
+  explicit Table16(const float* table) : table_(table) {}
 
-template <bool e4m3>
-inline Floats from_float8(Bytes codes, const float* table) {
-  return gathered(table, widened(codes));
-}
+  bool coarse() const { return true; }
+  static int element(int i) { return i; }
+  static Codes arranged(Codes codes) { return codes; }
+  template <bool known_coarse>
+  void look_up(Codes codes, Floats (&out)[kVectors]) const {
+    for (int i = 0; i < kCodes; ++i) out[i / kLanes][i % kLanes] = table_[codes[i] & 15];
+  }
+
+ private:
+  const float* table_;
+};
 
 #endif
 
 // --- codes ---------------------------------------------------------------------------------------
 
-enum Kind { kTable16, kSigned, kUnsigned, kE4M3, kE5M2 };
 enum Rounding { kNone, kBFloat16, kFloat16 };
 
 // The nearest numbers of a narrower dtype, ties to even.
@@ -272,6 +386,13 @@ struct Layout {
   }
 };
 
+// Up to 32 codes of a group, from `first` on, in registers: for each plane, at which byte of the group
+// they start, and by how many bits they are shifted there.
+struct Block {
+  int32_t first, width, at[2];
+  uint32_t shift[2];
+};
+
 // One matrix. Rows are so many (`step`) vectors apart.
 struct Weights {
   const uint8_t* codes;  // [rows, stored]
@@ -279,7 +400,7 @@ struct Weights {
   Numbers offset;        // the same, or null
   int64_t rows, step, length, stored, groups, group;
   const float* table;  // the value of each code
-  int32_t bias;        // what is subtracted from unsigned codes
+  int32_t bias;        // what is subtracted from codes to get integers with a sign
   Rounding rounding;   // of the values
   int64_t planes[2];   // how many bits of a code each has, lowest first; 0 if there is no second one
 
@@ -306,6 +427,13 @@ struct Weights {
   int64_t bits() const { return planes[0] + planes[1]; }
   int64_t row_bytes() const { return step * stored; }  // from one row to the next
   const uint8_t* end() const { return codes + (rows - 1) * row_bytes() + stored; }
+  // The codes of a row, from which 32 bytes at a time may be read; in `memory`, if they are the last ones.
+  HKI_ONCE const uint8_t* codes_of(int64_t row, uint8_t* memory) const {
+    const uint8_t* found = codes + row * row_bytes();
+    if (end() - found >= stored + kCodes) return found;
+    return static_cast<const uint8_t*>(std::memcpy(memory, found, stored));
+  }
+  int64_t padded() const { return round_up(stored + kCodes, 64); }  // the bytes of that memory
   int64_t scales_before(int64_t row) const { return row * step * groups; }
   float scale_at(int64_t row, int64_t group) const { return scale[scales_before(row) + group]; }
   float offset_at(int64_t row, int64_t group) const {
@@ -320,155 +448,183 @@ struct Weights {
     return memory;
   }
   bool nibbles() const { return planes[0] == 4 && planes[1] == 0; }
-  // Whether the codes of each group are whole vectors, of bytes or of pairs in bytes.
-  bool whole() const {
-    if (length != groups * group) return false;
-    return nibbles() ? group % (2 * kLanes) == 0 : bits() == 8 && group % kLanes == 0;
+};
+
+// How the codes of a group are read, 32 at a time, for planes of any bits. Byte j of a plane of `size`
+// bytes has codes j, j + size, j + 2 * size ... So 32 bytes, shifted, are 32 codes; or, in planes that are
+// smaller, the bytes are repeated and each four of them are shifted by their own number of bits. Groups for
+// which that does not come out even are read piece by piece: a piece is `size` codes.
+class Blocks {
+ public:
+  explicit Blocks(const Weights& w) : group_bytes_(w.stored / w.groups) {
+    int64_t at = 0;
+    bool even = true;
+    for (int i = 0; i < 2 && w.planes[i]; ++i) {
+      planes_[i].bits = w.planes[i], planes_[i].size = w.group * w.planes[i] / 8, planes_[i].at = at;
+      at += planes_[i].size;
+      even &= planes_[i].fits();
+      ++count_;
+    }
+    piece_ = even ? w.group : planes_[count_ - 1].size;
+    in_piece_ = (piece_ + kCodes - 1) / kCodes;
+    size_ = w.group / piece_ * in_piece_;
+    blocks_ = reinterpret_cast<Block*>(scratch<2>(size_ * sizeof(Block) / sizeof(float)));
+    for (int64_t i = 0; i < size_; ++i) blocks_[i] = block(i);
+    for (int i = 0; i < count_; ++i) planes_[i].prepare(even);
   }
+
+  int64_t size() const { return size_; }  // of a group
+  const Block& operator[](int64_t i) const { return blocks_[i]; }
+  // The block that has a code of a group.
+  int64_t of(int64_t code) const { return code / piece_ * in_piece_ + code % piece_ / kCodes; }
+
+  // Its codes; what is behind the last one is of no meaning.
+  Codes codes(const uint8_t* group, const Block& block) const {
+    const Codes low = planes_[0].codes(group + block.at[0], block.shift[0]);
+    if (count_ == 1) return low;
+    const Codes high = planes_[1].codes(group + block.at[1], block.shift[1]);
+    return low | (Codes)((CodeWords)high << (uint32_t)planes_[0].bits);
+  }
+
+  // The codes of `groups` groups, one in each byte.
+  HKI_ONCE void unpack(const uint8_t* stored, int64_t groups, uint8_t* out) const {
+    for (; groups; --groups, stored += group_bytes_)
+      for (int64_t i = 0; i < size_; ++i, out += kCodes) {
+        const Codes found = codes(stored, blocks_[i]);
+        std::memcpy(out, &found, kCodes);
+      }
+  }
+
+ private:
+  struct Plane {
+    int64_t bits, size, at;
+    enum { kWhole, kSpread, kTiny } how;
+    Codes index = {}, mask;
+    CodeWords shifts;
+
+    // Whether blocks may start at each 32nd code.
+    bool fits() const { return size % kCodes == 0 || bits == 8 || (size <= 16 && kCodes % size == 0); }
+
+    void prepare(bool even) {
+      how = !even || size % kCodes == 0 || bits == 8 ? kWhole : size >= 4 ? kSpread : kTiny;
+      shifts = CodeWords{};
+      for (int i = 0; i < kCodes; ++i) {
+        mask[i] = (1 << bits) - 1;
+        if (how == kWhole) continue;
+        index[i] = i % size;
+        shifts[i / 4] = std::min<int64_t>(i / 4 * 4 / size * bits, 24);  // (more is of no code)
+      }
+    }
+
+    Codes codes(const uint8_t* p, uint32_t shift) const {
+      if (how == kWhole) {
+        const Codes found = load<Codes>(p);
+        return bits == 8 ? found : (Codes)((CodeWords)found >> shift) & mask;
+      }
+      const Codes found = how == kSpread ? at_indices(twice(p), index) : tiny(p);
+      return (Codes)((CodeWords)found >> (shifts + shift)) & mask;
+    }
+
+    // One or two bytes, repeated so that each four have their own shifts.
+    Codes tiny(const uint8_t* p) const {
+      const uint32_t a = p[0], b = size == 2 ? p[1] : a >> bits;
+      const uint32_t next = (size == 2 ? bits : 2 * bits);  // of the same bytes
+      return (Codes)(CodeWords{} + (a | b << 8 | a >> next << 16 | b >> next << 24));
+    }
+  };
+
+  Block block(int64_t i) const {
+    Block found;
+    found.first = i / in_piece_ * piece_ + i % in_piece_ * kCodes;
+    found.width = std::min<int64_t>(kCodes, piece_ - i % in_piece_ * kCodes);
+    for (int p = 0; p < count_; ++p) {
+      found.at[p] = planes_[p].at + found.first % planes_[p].size;
+      found.shift[p] = found.first / planes_[p].size * planes_[p].bits;
+    }
+    return found;
+  }
+
+  Plane planes_[2];
+  int count_ = 0;
+  int64_t group_bytes_, piece_, in_piece_, size_;
+  Block* blocks_;
 };
 
 // Values of codes of one group.
 template <Kind kind>
 class Decoder {
+  static constexpr bool in_table = kind == kTable16 || kind == kCoarse16;
+
  public:
   Decoder() = default;
   explicit Decoder(const Weights& w) : table_(w.table), bias_(w.bias), rounding_(w.rounding) {
-    if constexpr (kind == kTable16) std::memcpy(values_, table_, sizeof(values_));
+    if constexpr (in_table) values_ = Table16(table_);
   }
 
-  // Goes on to a group with this scale and offset.
-  void start(float scale, float offset) {
-    scale_ = scale;
-    offset_ = offset;
-    if constexpr (kind == kE4M3) {
-      large_ = !(std::abs(scale) < 0x1p119f);
-      if (!large_) scale_ *= kE4M3Unit;
-    }
-    if constexpr (kind == kTable16)
-      for (int i = 0; i < 16 / kLanes; ++i)
-        scaled_[i] = rounded(values_[i] * scale + offset, rounding_);
-  }
+  // Which of 32 codes value i is of.
+  static int element(int i) { return in_table ? Table16::element(i) : i; }
+  static Codes arranged(Codes codes) { return in_table ? Table16::arranged(codes) : codes; }
 
-  // Of one code in each byte, or of the four bits from `shift` on.
-  Floats operator()(Bytes codes, int shift = 0) const {
-    if constexpr (kind == kTable16) return lookup16(scaled_, widened(codes) >> shift);
-    if (kind == kE4M3 && large_) return value(codes) * kE4M3Unit * scale_ + offset_;
-    return value(codes) * scale_ + offset_;
-  }
-
-  // The same as the dense matrix has it.
-  Floats exact(Bytes codes, int shift) const {
-    const Floats value = (*this)(codes, shift);  // (that of a table is rounded already)
-    return kind == kTable16 ? value : rounded(value, rounding_);
-  }
-
-  // The same before it is scaled, as a multiple of `kUnit`.
+  // The values before they are scaled, as multiples of `kUnit`.
   static constexpr float kUnit = kind == kE4M3 ? kE4M3Unit : 1;
-  Floats value(Bytes codes, int shift = 0) const {
-    if constexpr (kind == kTable16)
-      return lookup16(values_, widened(codes) >> shift);
-    else if constexpr (kind == kSigned)
-      return __builtin_convertvector(widened((SignedBytes)codes), Floats);
-    else if constexpr (kind == kUnsigned)
-      return __builtin_convertvector(widened(codes) - bias_, Floats);
+  void operator()(Codes codes, Floats (&out)[kVectors]) const {
+    if constexpr (in_table)
+      values_.look_up<kind == kCoarse16>(codes, out);
     else
-      return from_float8<kind == kE4M3>(codes, table_);
+      widened<kind>(kind == kSigned ? codes - bias_ : codes, table_, out);
   }
 
-  void operator()(const uint8_t* codes, int shift, int64_t count, float* out) const {
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-      store(out + i, (*this)(load<Bytes>(codes + i), shift));
-    if (i < count)
-      store_part(out + i, (*this)(load_part<Bytes>(codes + i, count - i), shift), count - i);
+  // As the dense matrix has it.
+  Floats exact(Floats value, float scale, float offset) const {
+    return rounded(value * kUnit * scale + offset, rounding_);
   }
 
  private:
   const float* table_;
-  int32_t bias_;
+  uint8_t bias_;
   Rounding rounding_;
-  bool large_;  // whether the scale times the unit may be infinite
-  float scale_, offset_;
-  Floats values_[16 / kLanes], scaled_[16 / kLanes];  // of all codes of four bits
+  Table16 values_;
 };
-
-// Codes [first, last) of the group that is stored at `stored`, one in each byte of `out`.
-void unpack(const Weights& w, const uint8_t* stored, int64_t first, int64_t last,
-            uint8_t* __restrict out) {
-  std::memset(out, 0, last - first);
-  int below = 0;
-  for (int64_t bits : w.planes) {
-    if (bits == 0) break;
-    int64_t size = w.group * bits / 8;
-    for (int64_t shift = 0, begin = 0; shift < 8; shift += bits, begin += size) {
-      int64_t start = std::max(first, begin), stop = std::min(last, begin + size);
-      const uint8_t* in = stored + start - begin;
-      for (int64_t j = 0; j < stop - start; ++j)
-        out[start - first + j] |= ((in[j] >> shift) & ((1 << bits) - 1)) << below;
-    }
-    stored += size;
-    below += bits;
-  }
-}
 
 // By so many bytes at least codes are asked for before they are read, and by the second cache: more
 // of its misses may be pending at a time than of the first one's.
 constexpr int64_t kAhead = 8192;
-inline void ask_for(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
-
-// Memory that is read soon. Rows are far apart, where only parts of them are read.
-inline void prefetch(const uint8_t* p, int64_t size) {
-  for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(p + i);
+inline void ask_for(const uint8_t* p, int64_t size, int64_t step) {
+  for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(p + i * step, 0, 2);
 }
 
 // Values [first, last) of a row.
 template <Kind kind>
-void decode_row(const Weights& w, int64_t row, int64_t first, int64_t last, float* out) {
-  Decoder<kind> decode(w);
-  const bool nibbles = w.nibbles(), bytes = w.bits() == 8, whole = w.whole();
+void decode_row(const Weights& w, const Blocks& blocks, int64_t row, int64_t first, int64_t last,
+                float* out) {
+  const Decoder<kind> decode(w);
+  const uint8_t* const codes = w.codes_of(row, reinterpret_cast<uint8_t*>(scratch<3>(w.padded() / 4)));
   const int64_t group_bytes = w.stored / w.groups, ahead = 4 * w.row_bytes();
-  int64_t group = first / w.group, start = first - group * w.group;
-  const uint8_t* stored = w.codes + row * w.row_bytes() + group * group_bytes;
-  for (; first < last; ++group, start = 0, stored += group_bytes) {
+  while (first < last) {
+    const int64_t group = first / w.group, start = first - group * w.group;
     const int64_t stop = std::min(w.group, start + last - first);
-    decode.start(w.scale_at(row, group), w.offset_at(row, group));
-    if (whole && stop - start == w.group) {
-      prefetch(stored + ahead, group_bytes);
-      for (int64_t i = 0; i < group_bytes; i += kLanes) {
-        const Bytes codes = load<Bytes>(stored + i);
-        store(out + i, decode(codes));
-        if (kind == kTable16) store(out + i + group_bytes, decode(codes, 4));
-      }
-    } else if (bytes) {
-      prefetch(stored + start + ahead, stop - start);
-      decode(stored + start, 0, stop - start, out);
-    } else if (nibbles) {
-      const int64_t half = w.group / 2, low = std::min(stop, half), high = std::max(start, half);
-      if (start < low) prefetch(stored + start + ahead, low - start);
-      if (high < stop) prefetch(stored + high - half + ahead, stop - high);
-      if (start < low) decode(stored + start, 0, low - start, out);
-      if (high < stop) decode(stored + high - half, 4, stop - high, out + high - start);
-    } else {
-      uint8_t codes[512];
-      for (int64_t at = start; at < stop; at += sizeof(codes)) {
-        const int64_t count = std::min<int64_t>(stop - at, sizeof(codes));
-        unpack(w, stored, at, at + count, codes);
-        decode(codes, 0, count, out + at - start);
-      }
-    }
-    if (kind != kTable16 && w.rounding) {
-      int64_t i = 0, count = stop - start;
-      for (; i + kLanes <= count; i += kLanes)
-        store(out + i, rounded(load<Floats>(out + i), w.rounding));
-      if (i < count)
-        store_part(out + i, rounded(load_part<Floats>(out + i, count - i), w.rounding), count - i);
+    const uint8_t* of_group = codes + group * group_bytes;
+    const float scale = w.scale_at(row, group), offset = w.offset_at(row, group);
+    for (int64_t at = start, i = blocks.of(start); at < stop; ++i) {
+      const Block& block = blocks[i];
+      for (int i = 0; i < 2 && w.planes[i]; ++i) __builtin_prefetch(of_group + block.at[i] + ahead);
+      Floats values[kVectors];
+      decode(decode.arranged(blocks.codes(of_group, block)), values);
+      for (Floats& value : values) value = decode.exact(value, scale, offset);
+      const int64_t end = std::min<int64_t>(stop, block.first + block.width);
+      float* const to = out + at - start;
+      float all[kCodes];
+      if (end - at < kCodes) std::memcpy(all, values, sizeof(values));
+      if (end - at < kCodes) std::copy_n(all + at - block.first, end - at, to);
+      else std::memcpy(to, values, sizeof(values));
+      at = end;
     }
     out += stop - start;
     first += stop - start;
   }
 }
 
-using DecodeRow = void (*)(const Weights&, int64_t, int64_t, int64_t, float*);
+using DecodeRow = void (*)(const Weights&, const Blocks&, int64_t, int64_t, int64_t, float*);
 constexpr DecodeRow kDecodeRow[] = {decode_row<kTable16>, decode_row<kSigned>,
                                     decode_row<kUnsigned>, decode_row<kE4M3>, decode_row<kE5M2>};
 

@@ -11,86 +11,10 @@
 #include <cstdint>
 #include <cstring>
 
-#include "codes.h"
-#include "threads.h"
+#include "integer_tiles.h"
+#include "integers.h"
 
 namespace {
-
-constexpr int64_t kWide = 4 * kLanes;  // the bytes of a vector
-
-typedef uint8_t Wide __attribute__((vector_size(kWide)));
-typedef int16_t Words __attribute__((vector_size(kWide)));
-typedef uint16_t UnsignedWords __attribute__((vector_size(kWide)));
-
-// Adds four products of bytes to each element. The first factors have no sign.
-inline Ints add_products(Ints to, Wide a, Wide b) {
-#if defined(HKI_AVX512) && defined(__AVX512VNNI__)
-  return (Ints)_mm512_dpbusd_epi32((__m512i)to, (__m512i)a, (__m512i)b);
-#elif defined(HKI_AVX512) || defined(HKI_AVX2)
-  const Words even = (Words)a & 0xff, odd = (Words)((UnsignedWords)a >> 8);
-  const Words of_even = (Words)b << 8 >> 8, of_odd = (Words)b >> 8;
-#if defined(HKI_AVX512)
-  return to + (Ints)_mm512_madd_epi16((__m512i)even, (__m512i)of_even) +
-         (Ints)_mm512_madd_epi16((__m512i)odd, (__m512i)of_odd);
-#else
-  return to + (Ints)_mm256_madd_epi16((__m256i)even, (__m256i)of_even) +
-         (Ints)_mm256_madd_epi16((__m256i)odd, (__m256i)of_odd);
-#endif
-#else
-  for (int shift = 0; shift < 32; shift += 8)
-    to += ((Ints)a >> shift & 0xff) * ((Ints)b << (24 - shift) >> 24);
-  return to;
-#endif
-}
-
-// The bytes of a table of 16 (repeated) at indices below 16.
-inline Wide lookup(Wide table, Wide index) {
-#if defined(HKI_AVX512)
-  return (Wide)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
-#elif defined(HKI_AVX2)
-  return (Wide)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
-#else
-  Wide out;
-  for (int i = 0; i < kWide; ++i) out[i] = table[index[i]];
-  return out;
-#endif
-}
-
-// --- the matrix ----------------------------------------------------------------------------------
-
-// Its codes in vectors. Groups begin new ones, or vectors hold several whole groups.
-struct Integers {
-  Weights w;
-  Wide table;    // the values of codes of four bits; what is added to codes of eight
-  int32_t bias;  // what values have too much
-  float unit;    // of the values
-
-  int64_t parts() const { return w.nibbles() ? 2 : 1; }  // vectors of values for one of codes
-  int64_t group_bytes() const { return w.stored / w.groups; }
-  bool several() const {
-    return group_bytes() < kWide && group_bytes() % 4 == 0 && kWide % group_bytes() == 0;
-  }
-  // Bytes that are cut into vectors, in one of `pieces()`.
-  int64_t piece() const { return several() ? w.stored : group_bytes(); }
-  int64_t pieces() const { return several() ? 1 : w.groups; }
-  int64_t vectors() const { return (piece() + kWide - 1) / kWide; }  // of a piece
-  int64_t starts() const { return several() ? vectors() : pieces(); }
-
-  // The codes at `p`, as values.
-  template <bool nibbles>
-  void values(const uint8_t* p, Wide* out) const {
-    Wide codes = {};
-    const int64_t left = w.end() - p;
-    if (left >= kWide) codes = load<Wide>(p);
-    else std::memcpy(&codes, p, std::max<int64_t>(left, 0));
-    if constexpr (nibbles) {
-      out[0] = lookup(table, codes & 15);
-      out[1] = lookup(table, (Wide)((UnsignedWords)codes >> 4) & 15);
-    } else {
-      out[0] = codes + table;
-    }
-  }
-};
 
 // --- activations ---------------------------------------------------------------------------------
 
@@ -118,40 +42,11 @@ struct Rounded {
   }
 };
 
-// The root of the smallest normal number: scales in `numerics.operands` are no smaller either.
-constexpr float kSmallestScale = 0x1p-63f;
-
-// The nearest of the codes -128 to 127 for each element, ties to even, and their scale: the largest
-// magnitude is 127.5 steps. NaN where an element is not finite.
-float round_row(const float* x, int64_t length, int8_t* codes) {
-  int32_t largest = 0;
-  for (int64_t k = 0; k < length; ++k) {
-    int32_t bits;
-    std::memcpy(&bits, x + k, 4);
-    largest = std::max(largest, bits & 0x7fffffff);
-  }
-  if (largest >= 0x7f800000) {
-    std::fill_n(codes, length, 0);
-    return NAN;
-  }
-  const float scale = std::max(Numbers::as_float(largest) * (float)(1 / 127.5), kSmallestScale);
-  const float inverse = 1 / scale;
-  for (int64_t k = 0; k < length; ++k) {
-    codes[k] = static_cast<int32_t>(std::min(std::rint(x[k] * inverse), 127.0f));
-  }
-  return scale;
-}
-
 void round_row(const Integers& w, const float* x, int64_t row, bool in_groups, const Rounded& out) {
-  const int64_t length = w.w.length, size = w.group_bytes(), groups = w.w.groups, group = w.w.group;
+  const int64_t size = w.group_bytes(), groups = w.w.groups, group = w.w.group;
   float* scales = scratch(groups + groups * group / 4 + 1);
   int8_t* flat = reinterpret_cast<int8_t*>(scales + groups);
-  if (in_groups)
-    for (int64_t i = 0; i < groups; ++i)
-      scales[i] = round_row(x + i * group, std::min(group, length - i * group), flat + i * group);
-  else
-    std::fill_n(scales, groups, round_row(x, length, flat));
-  std::fill(flat + length, flat + groups * group, 0);
+  round_parts(w, x, in_groups, scales, flat);
   int8_t* codes = out.codes + row * out.row_codes;
   std::fill_n(codes, out.row_codes, 0);
   for (int64_t i = 0; i < groups; ++i)
@@ -227,7 +122,7 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
       Wide values[R][P];
       for (int r = 0; r < R; ++r) {
         integers.values<nibbles>(codes[r] + byte, values[r]);
-        ask_for(codes[0] + (R * byte + r * kWide + ahead) * w.step);  // R rows follow R
+        ask_for(codes[0] + (R * byte + r * kWide + ahead) * w.step, 1, 1);  // R rows follow R
       }
       for (int m = 0; m < M; ++m)
         for (int p = 0; p < P; ++p) {
@@ -252,12 +147,8 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
         Floats scale[R];
         begin(sums, v);
         add(sums, v * kWide, v);
-        for (int r = 0; r < R; ++r) {
-          Floats table[16 / kLanes];
-          for (int i = 0; i < 16 / kLanes; ++i)
-            table[i] = load<Floats>(scales + r * groups + v * in_vector + i * kLanes);
-          scale[r] = lookup16(table, of_lane);
-        }
+        for (int r = 0; r < R; ++r)
+          scale[r] = permuted(load<Floats>(scales + r * groups + v * in_vector), of_lane);
         end(sums, scale, v);
       }
     } else {
@@ -285,6 +176,7 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
 
 // --- the whole -----------------------------------------------------------------------------------
 
+constexpr int64_t kFewest = 8;  // more rows of x are multiplied by tiles, if codes are small enough
 constexpr int64_t kInCache = 1 << 17;  // so many bytes of codes stay near while rows of x pass by
 
 using IntegerRows = void (*)(const Integers&, const Rounded&, int64_t, int64_t, int64_t, float*);
@@ -315,6 +207,7 @@ void handle(const Call& call) {
   const List<int64_t> table = call.list<int64_t>("table");
   Integers w{weights};
   for (int i = 0; i < kWide; ++i) w.table[i] = table[i % table.size];
+  w.largest = weights.nibbles() ? *std::max_element(table.data, table.data + table.size) : 255;
   w.bias = call.number<int64_t>("bias");
   w.unit = call.number<float>("unit");
   const bool in_groups = call.number<bool>("in_groups");
@@ -322,12 +215,14 @@ void handle(const Call& call) {
   over_batch(batch, products, call.threads(), true, [&](int64_t b, Team team) {
     Integers one = w;
     one.w = weights.from(layout.first(b), scale, offset);
+    float* out = y.floats() + b * m * weights.rows;
+    if (m > kFewest && one.largest <= kLargestTiled)
+      return by_tiles(one, x.floats() + b * m * length, m, in_groups, out, team);
     Rounded rounded(one, m);
     rounded.place(scratch<1>(rounded.size()));
     team.each(m, [&](int64_t row) {
       round_row(one, x.floats() + (b * m + row) * length, row, in_groups, rounded);
     });
-    float* out = y.floats() + b * m * weights.rows;
     const int64_t size = std::clamp<int64_t>(kInCache / weights.stored / 4 * 4, 4, 384);
     team.parts(weights.rows, 4, size, [&](int64_t first, int64_t last) {
       (weights.nibbles() ? integer_part<true> : integer_part<false>)(one, rounded, first, last, out);
@@ -338,3 +233,6 @@ void handle(const Call& call) {
 }  // namespace
 
 HKI_DEFINE_HANDLER(IntegerMatmul, handle)
+
+// The largest code for which many rows of x in small groups are multiplied as integers fastest.
+extern "C" int64_t LargestTiled() { return kLargestTiled; }

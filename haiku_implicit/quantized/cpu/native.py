@@ -18,14 +18,15 @@ from haiku_implicit.quantized.layout import FLOATS, Order, readable, sizes
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
-_KINDS = {"int8": 1, "fp8_e4m3": 3, "fp8_e5m2": 4}
+# Kinds of codes of more than four bits that are no integers with a sign, less a bias.
+_TABLE, _SIGNED, _KINDS = 0, 1, {"uint8": 2, "fp8_e4m3": 3, "fp8_e5m2": 4}
 
 # The types of numbers that the kernels read.
 _NUMBERS: dict[type, Any] = {int: np.int64, float: np.float32}
 
 # Sums of more products of 8-bit integers might overflow 32 bits.
 _LARGEST_GROUP = 1 << 16
-# For more rows than this, decoded groups smaller than this are multiplied as floats.
+# For more rows than this, smaller groups than this are multiplied by tiles, or as floats.
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
 
 
@@ -57,25 +58,21 @@ def native_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, dtype: DType, 
     how = dict(
         along_rows=along_rows,
         table=_table(fmt),
-        kind=0 if fmt.bits <= 4 else _KINDS.get(fmt.name, 2),
+        kind=_TABLE if fmt.bits <= 4 else _KINDS.get(fmt.name, _SIGNED),
         rounding=FLOATS[q.dtype],
         bias=int(fmt.bias) if fmt.bits > 4 else 0,
     )
-    packed = 0 if along_rows else _size_packed(*x.shape)
+    packed = (
+        0 if along_rows or x.shape[1] <= 8 else -(-min(x.shape[1], 512) // 32) * 32 * x.shape[2]
+    )
     return _call("QuantizedMatmul", x, q, order, packed, **how).astype(dtype)
-
-
-def _size_packed(batch: int, m: int, length: int) -> int:
-    """Returns the size of the memory into which the kernel packs activations `[batch, m, length]`."""
-    if m <= 8:
-        return batch * m * (length + 16)
-    return -(-min(m, 512) // 32) * 32 * length
 
 
 def _integers(q: QuantizedMatrix, m: int) -> dict[str, Any] | None:
     """Returns how `IntegerMatmul` reads a matrix; None if it cannot, or is slower for `m` rows.
 
-    With many rows, scaling the sums of small groups takes longer than multiplying integers saves.
+    With many rows, scaling the sums of small groups takes longer than multiplying integers saves,
+    unless the kernel's tiles serve the codes.
 
     Returns:
       `table`: the unsigned integer of each code of four bits; for eight bits, the number to add to each
@@ -86,10 +83,11 @@ def _integers(q: QuantizedMatrix, m: int) -> dict[str, Any] | None:
     group = -(-q.shape[q.axis] // q.scale.shape[-1])
     if q.activation not in ("int8", "int8,groups") or q.axis != -2 or group > _LARGEST_GROUP:
         return None
-    if m > _FEW and group < _SMALLEST_GROUP_OF_MANY:
-        return None
+    slow = m > _FEW and group < _SMALLEST_GROUP_OF_MANY
     in_groups = q.activation == "int8,groups"
     if fmt.name in ("int8", "uint8"):
+        if slow and build.largest_tiled() < 255:
+            return None
         bias = 128 if fmt.name == "int8" else 0
         return dict(table=np.asarray([bias], np.int64), bias=bias, unit=1.0, in_groups=in_groups)
     if fmt.planes != (4,):
@@ -99,7 +97,8 @@ def _integers(q: QuantizedMatrix, m: int) -> dict[str, Any] | None:
         if np.all(table % unit == 0):
             integers = (table / unit).astype(np.int64)
             bias = -int(integers.min())
-            if int(integers.max()) + bias > 255:
+            largest = int(integers.max()) + bias
+            if largest > (build.largest_tiled() if slow else 255):
                 return None
             return dict(table=integers + bias, bias=bias, unit=unit, in_groups=in_groups)
     return None

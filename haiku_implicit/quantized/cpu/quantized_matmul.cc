@@ -37,6 +37,8 @@ struct Activations {
   }
 };
 
+constexpr int64_t kApart = 16;  // by how much more than their length rows are apart
+
 // M rows of x and R rows of the matrix, from `first` on. In place of rows that there are not are others,
 // whose products are computed and not written.
 template <int M, int R>
@@ -50,20 +52,13 @@ class Few {
 
   int64_t row(int r) const { return std::min(first_ + r, w_.rows - 1); }
 
-  // Adds the products of a vector of each row, of the elements from k on.
-  void add(Sums& sums, const Floats (&values)[R], int64_t k) const {
-    for (int m = 0; m < M; ++m) {
-      const Floats of_x = load<Floats>(x_rows_[m] + k);
-      for (int r = 0; r < R; ++r) sums[m][r] += values[r] * of_x;
-    }
-  }
-
-  // The same of the last elements, less than a vector.
-  void add_part(Sums& sums, const Floats (&values)[R], int64_t k) const {
-    for (int m = 0; m < M; ++m) {
-      const Floats of_x = load_part<Floats>(x_rows_[m] + k, x_.length - k);
-      for (int r = 0; r < R; ++r) sums[m][r] += values[r] * of_x;
-    }
+  // Adds the products of a row's values with the elements from k on.
+  void add(Sums& sums, int r, const Floats (&values)[kVectors], int64_t k) const {
+    HKI_UNROLL
+    for (int m = 0; m < M; ++m)
+      HKI_UNROLL
+      for (int v = 0; v < kVectors; ++v)
+        sums[m][r] += values[v] * load<Floats>(x_rows_[m] + k + v * kLanes);
   }
 
   // Adds the products of offsets `[R, groups]` with the sums of x in each group, `[M, groups]`.
@@ -95,36 +90,96 @@ class Few {
   const float* x_rows_[M];
 };
 
-// The sums of each row of x over each group, with zeros up to whole vectors.
-void sum_groups(const Activations& x, const Weights& w, float* out) {
-  for (int64_t m = 0; m < x.rows; ++m, out += round_up(w.groups, kLanes)) {
-    std::fill_n(out, round_up(w.groups, kLanes), 0.0f);
+// Copies rows of x, each element where the value that it is multiplied with comes, with zeros where there
+// are no codes. (And `kApart`: rows that are powers of two apart would share the nearest cache's few sets.)
+template <Kind kind>
+Activations arranged(const Weights& w, const Blocks& blocks, const Activations& x, float* memory) {
+  const int64_t length = w.groups * blocks.size() * kCodes;
+  const Activations out{memory, x.rows, length, length + kApart};
+  for (int64_t m = 0; m < x.rows; ++m) {
+    float* to = memory + m * out.stride;
+    for (int64_t group = 0; group < w.groups; ++group)
+      for (int64_t i = 0; i < blocks.size(); ++i, to += kCodes) {
+        const int64_t first = group * w.group + blocks[i].first;
+        const int64_t width = std::min<int64_t>(blocks[i].width, x.length - first);
+        const float* from = x.data + m * x.stride + first;
+        for (int64_t k = 0; k < kCodes; ++k) {
+          const int64_t element = Decoder<kind>::element(k);
+          to[k] = element < width ? from[element] : 0;
+        }
+      }
+  }
+  return out;
+}
+
+// The sums of each row of arranged x over each group, with zeros up to whole vectors.
+void sum_groups(const Activations& x, int64_t groups, float* out) {
+  const int64_t size = x.length / groups;
+  for (int64_t m = 0; m < x.rows; ++m, out += round_up(groups, kLanes)) {
+    std::fill_n(out, round_up(groups, kLanes), 0.0f);
     const float* row = x.data + m * x.stride;
-    for (int64_t group = 0; group < w.groups; ++group, row += w.group) {
+    for (int64_t group = 0; group < groups; ++group, row += size) {
       Floats total = {};
-      for (int64_t i = 0; i < w.group; i += kLanes) total += load<Floats>(row + i);
+      for (int64_t i = 0; i < size; i += kLanes) total += load<Floats>(row + i);
       out[group] = sum(total);
     }
   }
 }
 
-constexpr int64_t kSpan = 32;    // of so many rows scales are read together: a multiple of each R
+constexpr int64_t kSpan = 32;       // of so many rows scales are read together: a multiple of each R
+constexpr int64_t kUnpacked = 512;  // about so many codes of a row are put into bytes at a time
+
+// How `few_rows` reads codes: from so many bytes of a group it takes `blocks` blocks of 32, which are apart
+// in planes of 32 bytes and more. A plane of 16 bytes has all the codes of a group.
+struct OneByOne {  // a code in each byte
+  static constexpr int blocks = 1, bytes = kCodes;
+  static void codes(const uint8_t* p, Codes* out) { out[0] = load<Codes>(p); }
+};
+
+template <int bits>
+struct InWholeVectors {
+  static constexpr int blocks = 8 / bits, bytes = kCodes;
+  static void codes(const uint8_t* p, Codes* out) {
+    const CodeWords found = load<CodeWords>(p);
+    for (uint32_t i = 0; i < blocks; ++i)
+      out[i] = (Codes)(found >> i * bits) & (uint8_t)((1 << bits) - 1);
+  }
+};
+
+template <int bits>
+struct InSixteenBytes {
+  static constexpr int blocks = 4 / bits, bytes = kCodes / 2;
+  static void codes(const uint8_t* p, Codes* out) {
+    const CodeWords found = (CodeWords)twice(p);
+    constexpr uint32_t b = bits;
+    const CodeWords upper = {0, 0, 0, 0, b, b, b, b};
+    for (uint32_t i = 0; i < blocks; ++i)
+      out[i] = (Codes)(found >> (upper + 2 * i * b)) & (uint8_t)((1 << bits) - 1);
+  }
+};
 
 // y[:, first:last], decoded in registers: sums of products with codes, scaled once for each group, or
-// (`exact`) sums of products with the values that the dense matrix has.
-template <Kind kind, int M, int R, bool exact>
-void few_rows(const Weights& w, const Activations& x, DecodeRow, int64_t first, int64_t last,
-              float* y) {
+// (`exact`) sums of products with the values that the dense matrix has. (If codes are in several planes,
+// or planes are small, they are first put into bytes, for some groups at a time.)
+template <Kind kind, class Read, int M, int R, bool exact>
+void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int64_t first,
+              int64_t last, float* y) {
+  const bool unpacked = std::is_same_v<Read, OneByOne> && w.bits() < 8;
   const int64_t group_bytes = w.stored / w.groups, groups = round_up(w.groups, kLanes);
+  const int64_t in_group = blocks.size() * kCodes;
+  const int64_t apart = Read::bytes < kCodes ? kCodes : in_group / Read::blocks;
+  const int64_t some = unpacked ? std::max<int64_t>(1, kUnpacked / in_group) : w.groups;
   const int64_t ahead = std::max(kAhead, R * w.stored);
-  float* offsets = scratch(groups * (R + M) + kSpan * w.groups);  // [R, groups]
-  float* sums_of_x = offsets + R * groups;                        // [M, groups]
-  float* converted = sums_of_x + M * groups;                      // [kSpan, w.groups]
-  const float* scales = nullptr;                                  // the same
-  if (w.offset.data && !exact) sum_groups(x, w, sums_of_x);
+  float* offsets = scratch(groups * (R + M) + kSpan * w.groups +
+                           R * (w.padded() + some * in_group) / 4);  // [R, groups]
+  float* sums_of_x = offsets + R * groups;                           // [M, groups]
+  float* converted = sums_of_x + M * groups;                         // [kSpan, w.groups]
+  uint8_t* padded = reinterpret_cast<uint8_t*>(converted + kSpan * w.groups);
+  uint8_t* in_bytes = padded + R * w.padded();  // [R, some * in_group]
+  const float* scales = nullptr;                // [kSpan, w.groups]
+  if (w.offset.data && !exact) sum_groups(x, w.groups, sums_of_x);
   if (!w.offset.data) std::fill_n(offsets, R * groups, 0.0f);
-  Decoder<kind> decode[exact ? R : 1];
-  std::fill_n(decode, std::size(decode), Decoder<kind>(w));
+  const Decoder<kind> decode(w);
   for (int64_t begin = first; first < last; first += R) {
     if ((first - begin) % kSpan == 0) {
       begin = first;
@@ -132,89 +187,93 @@ void few_rows(const Weights& w, const Activations& x, DecodeRow, int64_t first, 
     }
     const Few<M, R> few(w, x, first);
     typename Few<M, R>::Sums total = {};
-    const uint8_t* codes[R];
+    const uint8_t *codes[R], *of_row[R];
     const float* scale[R];
     for (int r = 0; r < R; ++r) {
-      codes[r] = w.codes + few.row(r) * w.row_bytes();
+      of_row[r] = codes[r] = w.codes_of(few.row(r), padded + r * w.padded());
       scale[r] = scales + (few.row(r) - begin) * w.groups;
       if (w.offset.data)
         w.offset.read(w.scales_before(few.row(r)), w.groups, offsets + r * groups);
     }
-    for (int64_t group = 0, at = 0, k = 0; group < w.groups; ++group, k = group * w.group) {
+    const uint8_t* soon = w.codes + first * w.row_bytes() + ahead * w.step;  // R rows follow R rows
+    for (int64_t group = 0, k = 0; group < w.groups; ++group, k += in_group) {
+      if (unpacked && group % some == 0)
+        for (int r = 0; r < R; ++r) {
+          uint8_t* to = in_bytes + r * some * in_group;
+          const uint8_t* from = of_row[r] + group * group_bytes;
+          ask_for(from + ahead * w.step, some * group_bytes, 1);
+          blocks.unpack(from, std::min(some, w.groups - group), to);
+          codes[r] = to - group * in_group;
+        }
       typename Few<M, R>::Sums part = {};
-      for (int r = 0; exact && r < R; ++r)
-        decode[r].start(scale[r][group], offsets[r * groups + group]);
-      for (const int64_t stop = at + group_bytes; at < stop; at += kLanes, k += kLanes) {
-        ask_for(codes[0] + (R * at + ahead) * w.step);  // R rows follow R rows
-        Bytes of_row[R];
-        for (int r = 0; r < R; ++r) of_row[r] = load<Bytes>(codes[r] + at);
-        for (int p = 0; p < (kind == kTable16 ? 2 : 1); ++p) {
-          Floats values[R];
-          for (int r = 0; r < R; ++r)
-            values[r] = exact ? decode[r].exact(of_row[r], 4 * p) : decode->value(of_row[r], 4 * p);
-          few.add(exact ? total : part, values, k + p * group_bytes);
+      int64_t at = group * (unpacked ? in_group : group_bytes);
+      for (int64_t i = k; i < k + apart; i += kCodes, at += kCodes) {
+        if (!unpacked) ask_for(soon, R * Read::bytes, w.step);
+        soon += R * Read::bytes * w.step;
+        HKI_UNROLL
+        for (int r = 0; r < R; ++r) {
+          Codes found[Read::blocks];
+          Read::codes(codes[r] + at, found);
+          HKI_UNROLL
+          for (int p = 0; p < Read::blocks; ++p) {
+            Floats values[kVectors];
+            decode(found[p], values);
+            for (int v = 0; exact && v < kVectors; ++v)
+              values[v] = decode.exact(values[v], scale[r][group], offsets[r * groups + group]);
+            few.add(exact ? total : part, r, values, i + p * apart);
+          }
         }
       }
       if (exact) continue;
       for (int m = 0; m < M; ++m)
         for (int r = 0; r < R; ++r)
-          total[m][r] += part[m][r] * decode->kUnit * scale[r][group];
+          total[m][r] += part[m][r] * decode.kUnit * scale[r][group];
     }
     if (w.offset.data && !exact) few.add_offsets(total, offsets, sums_of_x, groups);
     few.write(total, y);
   }
 }
 
-// The same for any format and group, decoded in memory.
-template <int M, int R>
-void few_decoded_rows(const Weights& w, const Activations& x, DecodeRow decode, int64_t first,
-                      int64_t last, float* y) {
-  const int64_t stride = round_up(w.length, kLanes);
-  float* decoded = scratch(R * stride);
-  for (; first < last; first += R) {
-    const Few<M, R> few(w, x, first);
-    typename Few<M, R>::Sums total = {};
-    for (int r = 0; r < R; ++r)
-      decode(w, few.row(r), 0, w.length, decoded + r * stride);
-    Floats values[R];
-    int64_t k = 0;
-    for (; k + kLanes <= w.length; k += kLanes) {
-      for (int r = 0; r < R; ++r) values[r] = load<Floats>(decoded + r * stride + k);
-      few.add(total, values, k);
-    }
-    if (k < w.length) {
-      for (int r = 0; r < R; ++r)
-        values[r] = load_part<Floats>(decoded + r * stride + k, w.length - k);
-      few.add_part(total, values, k);
-    }
-    few.write(total, y);
-  }
-}
+using FewRows = void (*)(const Weights&, const Blocks&, const Activations&, int64_t, int64_t, float*);
 
-using FewRows = void (*)(const Weights&, const Activations&, DecodeRow, int64_t, int64_t, float*);
-
-// For up to M rows of x, by kind, where groups are whole vectors. Sums are scaled in place of values
-// where there are fewer of them, and where they may be.
+// For up to M rows of x. Sums are scaled in place of values where there are fewer of them, and where they
+// may be.
 template <int M>
 struct OfFewRows {
   static constexpr int R = std::clamp(kRegisters / 2 / M, 1, M <= 2 ? 4 : 2);
-  static constexpr FewRows any = few_decoded_rows<M, R>;
   template <bool exact>
-  static constexpr FewRows whole[] = {
-      few_rows<kTable16, M, R, exact>, few_rows<kSigned, M, R, exact>,
-      few_rows<kUnsigned, M, R, exact>, few_rows<kE4M3, M, R, exact>,
-      few_rows<kE5M2, M, R, exact>};
+  static constexpr FewRows of_bytes[] = {few_rows<kTable16, OneByOne, M, R, exact>,
+                                         few_rows<kSigned, OneByOne, M, R, exact>,
+                                         few_rows<kUnsigned, OneByOne, M, R, exact>,
+                                         few_rows<kE4M3, OneByOne, M, R, exact>,
+                                         few_rows<kE5M2, OneByOne, M, R, exact>};
 
   static FewRows find(const Weights& w, Kind kind, const Activations& x) {
-    if (!w.whole()) return any;
     if constexpr (M <= 2)
-      if (w.rounding == kNone && x.moderate()) return whole<false>[kind];
-    return whole<true>[kind];
+      if (w.rounding == kNone && x.moderate()) {
+        const int64_t size = w.stored / w.groups;  // of the plane, if there is one
+        if (w.planes[1] || w.planes[0] == 8 || (size < kCodes && size != 16)) return of_bytes<false>[kind];
+        if (!Table16(w.table).coarse())
+          return w.planes[0] == 4 ? of_plane<kTable16, 4>(size) : of_bytes<false>[kind];
+        return w.planes[0] == 4   ? of_plane<kCoarse16, 4>(size)
+               : w.planes[0] == 2 ? of_plane<kCoarse16, 2>(size)
+                                  : of_plane<kCoarse16, 1>(size);
+      }
+    return of_bytes<true>[kind];
+  }
+
+  template <Kind kind, int bits>
+  static FewRows of_plane(int64_t size) {
+    return size == 16 ? few_rows<kind, InSixteenBytes<bits>, M, R, false>
+                      : few_rows<kind, InWholeVectors<bits>, M, R, false>;
   }
 };
 
-constexpr int64_t kFew = 8;     // up to this many rows
-constexpr int64_t kApart = 16;  // by how much more than their length rows are apart then
+using Arranged = Activations (*)(const Weights&, const Blocks&, const Activations&, float*);
+constexpr Arranged kArranged[] = {arranged<kTable16>, arranged<kSigned>, arranged<kUnsigned>,
+                                  arranged<kE4M3>, arranged<kE5M2>};
+
+constexpr int64_t kFew = 8;  // up to this many rows
 
 // --- many rows of activations --------------------------------------------------------------------
 
@@ -295,10 +354,10 @@ void pack_panel(const Activations& x, int64_t panel, float* packed) {
 }
 
 // y[:, first:last] of the product along the groups: rows [first, last) of the matrix.
-void many_along_groups(const Weights& w, DecodeRow decode, const Activations& x,
-                       const float* packed, int64_t first, int64_t last, float* y) {
+void many_along_groups(const Weights& w, const Blocks& blocks, DecodeRow decode,
+                       const Activations& x, const float* packed, int64_t first, int64_t last, float* y) {
   const int64_t parts = (w.length + kDepth - 1) / kDepth;
-  const int64_t depth = round_up((w.length + parts - 1) / parts, kLanes), stride = depth + kLanes;
+  const int64_t depth = round_up((w.length + parts - 1) / parts, kCodes), stride = depth + kLanes;
   const int64_t rows = round_up(last - first, kTileRows);  // those behind the last one do not matter
   const int64_t out_stride = round_up(x.rows, kPanel) + kLanes;
   float* values = scratch(rows * (stride + out_stride));
@@ -306,7 +365,7 @@ void many_along_groups(const Weights& w, DecodeRow decode, const Activations& x,
   for (int64_t k = 0; k < w.length; k += depth) {
     const int64_t count = std::min(depth, w.length - k);
     for (int64_t row = first; row < last; ++row)
-      decode(w, row, k, k + count, values + (row - first) * stride);
+      decode(w, blocks, row, k, k + count, values + (row - first) * stride);
     for (int64_t m = 0; m < x.rows; m += kPanel) {
       const Tile& tile = x.rows - m <= kLanes ? kTile<kTileRows, 1> : kTile<kTileRows, 2>;
       for (int64_t r = 0; r < rows; r += kTileRows)
@@ -318,8 +377,8 @@ void many_along_groups(const Weights& w, DecodeRow decode, const Activations& x,
 }
 
 // y[:, first:last] of the product along the rows: elements [first, last) of each row of the matrix.
-void along_rows(const Weights& w, DecodeRow decode, const Activations& x, int64_t first,
-                int64_t last, float* y) {
+void along_rows(const Weights& w, const Blocks& blocks, DecodeRow decode, const Activations& x,
+                int64_t first, int64_t last, float* y) {
   const int64_t width = last - first, stride = round_up(width, kWidest) + kLanes;
   const int64_t depth = std::min(kBlock, w.rows), x_stride = depth + kLanes;
   float* values = scratch(depth * stride + kTileRows * (x_stride + kWidest));
@@ -328,7 +387,7 @@ void along_rows(const Weights& w, DecodeRow decode, const Activations& x, int64_
   for (int64_t i = 0; i < w.rows; i += depth) {
     const int64_t count = std::min(depth, w.rows - i);
     for (int64_t row = 0; row < count; ++row)
-      decode(w, i + row, first, last, values + row * stride);
+      decode(w, blocks, i + row, first, last, values + row * stride);
     for (int64_t m = 0; m < x.rows; m += kTileRows) {
       const int64_t rows = std::min<int64_t>(kTileRows, x.rows - m);
       const Tile& tile = tile_for(rows, width);
@@ -358,56 +417,53 @@ constexpr int kRowsAhead = 24;   // so many rows before they are read, codes are
 
 // out[:, :] of the product with rows [first, last) of the matrix.
 template <Kind kind>
-void short_rows(const Weights& w, const Activations& x, int64_t first, int64_t last, float* out) {
-  constexpr int P = kind == kTable16 ? 2 : 1, V = 4 / P;  // values in a vector of codes; such vectors
-  const int64_t group_bytes = w.stored / w.groups;
+void short_rows(const Weights& w, const Blocks& blocks, const Activations& x, int64_t first,
+                int64_t last, float* out) {
+  const int64_t group_bytes = w.stored / w.groups, count = w.groups * blocks.size();
+  uint8_t* padded = reinterpret_cast<uint8_t*>(scratch(w.padded() / 4));
   const Decoder<kind> decode(w);
   for (int64_t m0 = 0; m0 < x.rows; m0 += kSome)
-    for (int64_t at = 0; at < w.stored; at += V * kLanes) {
+    for (int64_t i = 0; i < count; ++i) {
       const float* of_x[kSome];
       for (int m = 0; m < kSome; ++m) of_x[m] = x.data + std::min(m0 + m, x.rows - 1) * x.stride;
-      int64_t byte[V], group[V];
-      for (int v = 0; v < V; ++v) {
-        byte[v] = std::min(at + v * kLanes, w.stored - kLanes);
-        group[v] = byte[v] / group_bytes;
-      }
-      Floats total[kSome][V][P] = {};
+      const int64_t group = i / blocks.size();
+      const Block& block = blocks[i % blocks.size()];
+      Floats total[kSome][kVectors] = {};
       for (int64_t row = first; row < last; ++row) {
-        const uint8_t* codes = w.codes + row * w.row_bytes();
-        __builtin_prefetch(codes + at + kRowsAhead * w.row_bytes());
-        float scale = 0, offset = 0;
-        for (int v = 0; v < V; ++v) {
-          if (v == 0 || group[v] != group[v - 1]) {
-            scale = w.scale_at(row, group[v]);
-            offset = w.offset_at(row, group[v]);
-          }
-          const Bytes some = load<Bytes>(codes + byte[v]);
-          for (int p = 0; p < P; ++p) {
-            const Floats value = decode.value(some, 4 * p) * decode.kUnit * scale + offset;
-            for (int m = 0; m < kSome; ++m) total[m][v][p] += value * of_x[m][row];
-          }
+        const uint8_t* codes = w.codes_of(row, padded) + group * group_bytes;
+        __builtin_prefetch(codes + block.at[0] + kRowsAhead * w.row_bytes());
+        const float scale = w.scale_at(row, group), offset = w.offset_at(row, group);
+        Floats values[kVectors];
+        decode(blocks.codes(codes, block), values);
+        for (int v = 0; v < kVectors; ++v) {
+          const Floats value = values[v] * decode.kUnit * scale + offset;
+          for (int m = 0; m < kSome; ++m) total[m][v] += value * of_x[m][row];
         }
       }
-      for (int m = 0; m < kSome && m0 + m < x.rows; ++m)
-        for (int v = 0; v < V; ++v)
-          for (int p = 0; p < P; ++p) {
-            const int64_t in_group = byte[v] - group[v] * group_bytes;
-            const int64_t k = group[v] * w.group + p * group_bytes + in_group;
-            store(out + (m0 + m) * w.length + k, total[m][v][p]);
-          }
+      const int64_t begin = group * w.group + block.first;
+      const int64_t width = std::min<int64_t>(block.width, w.length - begin);
+      for (int m = 0; m < kSome && m0 + m < x.rows; ++m) {
+        float all[kCodes];
+        std::memcpy(all, total[m], sizeof(all));
+        for (int k = 0; k < kCodes; ++k)
+          if (decode.element(k) < width)
+            out[(m0 + m) * w.length + begin + decode.element(k)] = all[k];
+      }
     }
 }
 
-using ShortRows = void (*)(const Weights&, const Activations&, int64_t, int64_t, float*);
+using ShortRows = void (*)(const Weights&, const Blocks&, const Activations&, int64_t, int64_t,
+                           float*);
 constexpr ShortRows kShortRows[] = {short_rows<kTable16>, short_rows<kSigned>, short_rows<kUnsigned>,
                                     short_rows<kE4M3>, short_rows<kE5M2>};
 
 // y, the sum of what some of the rows give at a time.
-void along_short_rows(const Weights& w, Kind kind, const Activations& x, float* y, Team team) {
+void along_short_rows(const Weights& w, const Blocks& blocks, Kind kind, const Activations& x,
+                      float* y, Team team) {
   const int64_t parts = team.threads, size = x.rows * w.length;
   float* sums = scratch<1>(parts * size);
   team.each(parts, [&](int64_t i) {
-    kShortRows[kind](w, x, i * w.rows / parts, (i + 1) * w.rows / parts, sums + i * size);
+    kShortRows[kind](w, blocks, x, i * w.rows / parts, (i + 1) * w.rows / parts, sums + i * size);
   });
   for (int64_t i = 0; i < size; ++i) {
     y[i] = 0;
@@ -417,34 +473,32 @@ void along_short_rows(const Weights& w, Kind kind, const Activations& x, float* 
 
 // --- the whole -----------------------------------------------------------------------------------
 
-void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float* packed, float* y,
-            Team team) {
+void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const Activations& x,
+            float* packed, float* y, Team team) {
   const DecodeRow decode = kDecodeRow[kind];
-  if (along && x.rows <= kFew && w.stored <= kShort && w.whole() && w.rounding == kNone) {
-    along_short_rows(w, kind, x, y, team);
+  if (along && x.rows <= kFew && w.stored <= kShort && w.rounding == kNone) {
+    along_short_rows(w, blocks, kind, x, y, team);
   } else if (along) {
-    team.parts(w.length, kWidest, 512,
-               [&](int64_t first, int64_t last) { along_rows(w, decode, x, first, last, y); });
+    team.parts(w.length, kWidest, 512, [&](int64_t first, int64_t last) {
+      along_rows(w, blocks, decode, x, first, last, y);
+    });
   } else if (x.rows <= kFew) {
-    Activations apart = x;
-    if (x.rows > 1) {  // rows that are powers of two apart would share the nearest cache's few sets
-      apart.data = packed, apart.stride = x.length + kApart;
-      for (int64_t m = 0; m < x.rows; ++m)
-        std::copy_n(x.data + m * x.stride, x.length, packed + m * apart.stride);
-    }
+    const int64_t size = x.rows * (w.groups * blocks.size() * kCodes + kApart);
+    const Activations in_order = kArranged[kind](w, blocks, x, scratch<1>(size));
     const FewRows few = x.rows == 1   ? OfFewRows<1>::find(w, kind, x)
                         : x.rows == 2 ? OfFewRows<2>::find(w, kind, x)
                         : x.rows <= 4 ? OfFewRows<4>::find(w, kind, x)
                                       : OfFewRows<8>::find(w, kind, x);
-    team.parts(w.rows, 4, 384,
-               [&](int64_t first, int64_t last) { few(w, apart, decode, first, last, y); });
+    team.parts(w.rows, 4, 384, [&](int64_t first, int64_t last) {
+      few(w, blocks, in_order, first, last, y);
+    });
   } else {
     for (int64_t m = 0; m < x.rows; m += kMany) {
       Activations block{x.data + m * x.stride, std::min(kMany, x.rows - m), x.length, x.stride};
       team.each((block.rows + kPanel - 1) / kPanel,
                 [&](int64_t panel) { pack_panel(block, panel, packed); });
       team.parts(w.rows, kTileRows, kBlock, [&](int64_t first, int64_t last) {
-        many_along_groups(w, decode, block, packed, first, last, y + m * w.rows);
+        many_along_groups(w, blocks, decode, block, packed, first, last, y + m * w.rows);
       });
     }
   }
@@ -452,8 +506,7 @@ void matmul(const Weights& w, Kind kind, bool along, const Activations& x, float
 
 // Operands: x [batch, m, rows or length], codes [..., stored], scale and offset (empty where there is
 // none) [..., groups], of which `order` says what the axes are. Results: y [batch, m, length or rows], and
-// memory to pack x in, for products along the groups: the transpose of `kMany` rows, or all up to `kFew`
-// rows, `kApart` more apart.
+// memory for the transpose of `kMany` rows of x, for products of more than `kFew` along the groups.
 void handle(const Call& call) {
   const Array x = call.operand(0), codes = call.operand(1), scale = call.operand(2);
   const Array offset = call.operand(3), y = call.result(0), packed = call.result(1);
@@ -466,11 +519,11 @@ void handle(const Call& call) {
   w.table = call.list<float>("table").data;
   w.bias = call.number<int64_t>("bias");
   w.rounding = static_cast<Rounding>(call.number<int64_t>("rounding"));
+  const Blocks blocks(w);
   const int64_t products = w.rows * w.length * std::min(m, kFew);
   over_batch(batch, products, call.threads(), m <= kFew, [&](int64_t b, Team team) {
     const Activations rows{x.floats() + b * m * in, m, in, in};
-    float* memory = packed.floats() + (m <= kFew ? b * m * (in + kApart) : 0);
-    matmul(w.from(layout.first(b), scale, offset), kind, along_rows, rows, memory,
+    matmul(w.from(layout.first(b), scale, offset), blocks, kind, along_rows, rows, packed.floats(),
            y.floats() + b * m * out, team);
   });
 }

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.literals import at_trace_time
 from haiku_implicit.core.typing import Array, DType
-from haiku_implicit.quantized.numbers import calibration, formats, gptq, options, scales
+from haiku_implicit.quantized.numbers import calibration, formats, gptq, options, pieces, scales
 from haiku_implicit.quantized.numbers.extremes import largest
 
 _BLOCK = 256  # how many scales share a second-level scale, in 'double'
@@ -69,14 +70,18 @@ def encode_rows(
     if recipe is not None:
         group_size = _prescribed("group_size", group_size, recipe.group_size, dtype)
         scale_dtype = _prescribed("scale_dtype", scale_dtype, recipe.scale_dtype, dtype)
-    moments = None if moments is None else _checked_moments(moments, [*lead, k])
     tile = _fitting_tile(group_size, (rows, k), fmt)
+    inputs = None if moments is None else _inputs_of(moments, weight.dtype, [*lead, k], fmt)
     name = scales.name_of(scale_dtype, fmt)
     _check_runs(name, k, tile[1])
     eager = not isinstance(weight, jax.core.Tracer) and not compat.is_traced()
-    encoded, lost, finite = _encoded(weight, moments, fmt, tile, method, name, transposed, eager)
+    how = fmt, tile, method, name, transposed
+    if _rows_are_independent(inputs, *how[:4]) and pieces.can_be_cut(weight):
+        encoded, lost, finite = _in_pieces(weight, inputs, *how)
+    else:
+        encoded, lost, finite = _encoded(weight, inputs, *how, eager)
     with at_trace_time():  # `jax.transfer_guard` should not count the check as a transfer
-        nonfinite = not finite if eager else scales.known_nonfinite(weight)
+        nonfinite = not finite.all() if eager else scales.known_nonfinite(weight)
     if nonfinite:
         about = f"{weight.dtype.name}{list(weight.shape)}"
         raise ValueError(f"w {about}: it has infinite or NaN elements")
@@ -84,11 +89,59 @@ def encode_rows(
     return encoded
 
 
+def _rows_are_independent(
+    inputs: gptq.Inputs | None,
+    fmt: formats.Format,
+    tile: tuple[int, int],
+    method: str | None,
+    scale_dtype: str | None,
+) -> bool:
+    """Whether the codes of a row have the same bits with any other rows, or need not have them.
+
+    Sums may be taken in another order if there are more rows, and codes of scales belong to many rows.
+    """
+    by_mean = method is None and fmt.name in formats.BY_MEAN
+    by_sum = by_mean or options.split(method)[0] in ("absmean", "rms", "mse", "hqq")
+    same = inputs is not None or not by_sum
+    return same and tile[0] == 1 and not _has_coded_scales(scale_dtype)
+
+
+def _has_coded_scales(scale_dtype: str | None) -> bool:
+    return scale_dtype in scales.CODES or scales.runs_of(scale_dtype) is not None
+
+
+def _in_pieces(
+    weight: jax.Array, inputs: gptq.Inputs | None, *how: Any
+) -> tuple[Encoded, Any, Any]:
+    """Returns the result of `_encoded`, by a program for all shapes with groups of this size.
+
+    With inputs, it is a program for all weights with this number of inputs.
+    """
+    fmt, (_, group), method, scale_dtype, transposed = how
+    stored = pieces.on_host(weight, transposed)
+    *lead, rows, k = stored.shape
+
+    def encoded_part(part: np.ndarray, own: gptq.Inputs | None) -> Any:
+        options = fmt, (1, group), method, scale_dtype, False, True
+        return pieces.map_rows(lambda x: _encoded(x, own, *options), part)
+
+    if inputs is None:
+        found = [encoded_part(stored.reshape(-1, group), None)]
+    else:
+        matrices = stored.reshape(-1, rows, k)
+        flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[len(lead) :]), inputs)
+        each = (jax.tree.map(lambda x, i=i: x[i], flat) for i in range(len(matrices)))
+        found = list(map(encoded_part, matrices, each))
+    encoded, lost, finite = jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+    encoded = jax.tree.map(lambda x: pieces.put_beside(x.reshape(*lead, rows, -1), weight), encoded)
+    return encoded, lost, finite
+
+
 # Jitted, because eager code would compile each operation for each shape.
 @functools.partial(jax.jit, static_argnums=range(2, 8), inline=compat.INLINE)
 def _encoded(
     weight: jax.Array,
-    moments: jax.Array | None,
+    inputs: gptq.Inputs | None,
     fmt: formats.Format,
     tile: tuple[int, int],
     method: str | None,
@@ -99,15 +152,16 @@ def _encoded(
     """Returns the result of `encode_rows`, whether the scales fit their dtype, and, if it is checked,
     whether the weight is finite.
     """
-    finite = jnp.isfinite(weight).all() if checked else None
     stored = jnp.swapaxes(weight, -1, -2) if transposed else weight
     rounding = scales.rounding(scale_dtype)
-    products = moments if moments is not None and moments.ndim == stored.ndim else None
-    importance = 1.0 if moments is None else _importance(stored, moments, tile)
+    importance = 1.0 if inputs is None else _importance(stored, inputs.squares, tile)
     blocks = _blocks(stored, tile)
     found = calibration.calibrate(blocks, fmt, method, rounding, importance)
+    finite = (
+        jnp.isfinite(found.scale).all() if checked else None
+    )  # as the elements of its group are
     held: calibration.Scales
-    if scale_dtype in scales.CODES or scales.runs_of(scale_dtype):
+    if _has_coded_scales(scale_dtype):
         held, lost = _encoded_scales(found, fmt, scale_dtype)
         if options.split(method)[0] == "mse":  # again, among the scales that codes can hold
             rounding = calibration.Rounding(_nearest_of_codes(fmt), held)
@@ -118,10 +172,7 @@ def _encoded(
     padding = -tile[1] % fmt.multiple
     if padding:
         stored = jnp.concatenate([stored, jnp.repeat(stored[..., -1:], padding, -1)], axis=-1)
-        if products is not None:
-            widths = [(0, 0)] * (products.ndim - 2) + [(0, padding)] * 2
-            products = jnp.pad(products, widths)
-    codes = formats.pack(_codes(stored, held, fmt, products), fmt)
+    codes = formats.pack(_codes(stored, held, fmt, inputs), fmt)
     return Encoded(codes, held.scale, held.offset, fmt.name, padding), lost, finite
 
 
@@ -219,7 +270,7 @@ def _largest_divisor(n: int, most: int) -> int:
 
 
 def _codes(
-    stored: jax.Array, held: calibration.Scales, fmt: formats.Format, moments: jax.Array | None
+    stored: jax.Array, held: calibration.Scales, fmt: formats.Format, inputs: gptq.Inputs | None
 ) -> jax.Array:
     """Returns the codes `[..., rows, groups, g]` of `[..., rows, k]`, given the stored scales."""
 
@@ -228,8 +279,8 @@ def _codes(
         return formats.by_rows(dense, stored.shape[-2])[..., None]
 
     held = _each(of_rows, held)
-    if moments is not None:
-        return gptq.codes(stored, moments, held, fmt)
+    if inputs is not None and inputs.order is not None:
+        return gptq.codes(stored, inputs, held, fmt)
     grouped = stored.reshape(*held.scale.shape[:-1], stored.shape[-1] // held.scale.shape[-2])
     return calibration.encode(grouped, *held, fmt)
 
@@ -248,7 +299,9 @@ def _check_runs(name: str | None, length: int, group: int) -> None:
         )
 
 
-def _checked_moments(moments: Array, inputs: Sequence[int]) -> jax.Array:
+def _inputs_of(
+    moments: Array, dtype: DType, inputs: Sequence[int], fmt: formats.Format
+) -> gptq.Inputs:
     """The moments of inputs, after a check by the shape `[..., k]` of the inputs of each matrix."""
     moments, (*lead, k) = jnp.asarray(moments), inputs
     if moments.shape not in ((*lead, k, k), (*lead, k)):
@@ -256,14 +309,14 @@ def _checked_moments(moments: Array, inputs: Sequence[int]) -> jax.Array:
             f"moments: expected shape {[*lead, k, k]} for groups along an axis of length {k} (or "
             f"{[*lead, k]}, the diagonal), got {list(moments.shape)}"
         )
-    return moments
+    if moments.ndim == len(inputs):
+        return gptq.Inputs(moments)
+    return gptq.inputs_of(moments, formats.arithmetic_dtype(dtype), -k % fmt.multiple)
 
 
-def _importance(stored: jax.Array, moments: jax.Array, tile: tuple[int, int]) -> jax.Array:
+def _importance(stored: jax.Array, squares: jax.Array, tile: tuple[int, int]) -> jax.Array:
     """The weight of each element's squared error: the mean square of the inputs it multiplies."""
-    if moments.ndim == stored.ndim:
-        moments = jnp.diagonal(moments, axis1=-2, axis2=-1)
-    return _blocks(jnp.broadcast_to(moments[..., None, :], stored.shape), tile)
+    return _blocks(jnp.broadcast_to(squares[..., None, :], stored.shape), tile)
 
 
 def _prescribed(name: str, given: Any, needed: Any, dtype: DType) -> Any:

@@ -6,6 +6,7 @@ Everything here works along the last axis, in *groups*: `g` consecutive elements
 
 import dataclasses
 import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import DType
+from haiku_implicit.core.typing import Array, DType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,24 +292,26 @@ def group_sizes(length: int, fmt: Format) -> list[int]:
 # --- packing -----------------------------------------------------------------------------------
 
 
-def pack(codes: jax.Array, fmt: Format) -> jax.Array:
+def pack(codes: Array, fmt: Format) -> Array:
     """Packs codes for storage: `[..., groups, g]` to `[..., groups * fmt.stored(g)]`.
 
     Within a group the planes come one after another. A plane of p bits has g·p/8 bytes; byte j holds
     element j in its lowest p bits, element j + g·p/8 in the next, and so on, so that it unpacks into
-    contiguous parts. (With 4 bits this is the order of GGML's blocks.)
+    contiguous parts. (With 4 bits this is the order of GGML's blocks.) NumPy packs arrays of NumPy,
+    such as a file's, for which JAX would compile programs for each shape.
     """
     *lead, groups, g = codes.shape
     if fmt.bits == 8:
         return codes.reshape(*lead, groups * g)
+    library: Any = np if isinstance(codes, np.ndarray) else jnp
     parts, below = [], 0
     for bits in fmt.planes:
         plane = (codes >> below) & (2**bits - 1)
-        first, *pieces = jnp.split(plane, 8 // bits, axis=-1)
+        first, *pieces = library.split(plane, 8 // bits, axis=-1)
         shifted = (piece << (i * bits) for i, piece in enumerate(pieces, 1))
-        parts.append(functools.reduce(jnp.bitwise_or, shifted, first))
+        parts.append(functools.reduce(operator.or_, shifted, first))
         below += bits
-    stored = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    stored = library.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
     return stored.reshape(*lead, groups * fmt.stored(g))
 
 

@@ -1,0 +1,159 @@
+// Integer codes of a matrix, and activations that are rounded to integers.
+
+#ifndef HAIKU_IMPLICIT_KERNELS_INTEGERS_H_
+#define HAIKU_IMPLICIT_KERNELS_INTEGERS_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "codes.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t kWide = 4 * kLanes;  // the bytes of a vector
+
+typedef uint8_t Wide __attribute__((vector_size(kWide)));
+typedef int16_t Words __attribute__((vector_size(kWide)));
+typedef uint16_t UnsignedWords __attribute__((vector_size(kWide)));
+
+#if defined(HKI_AVX512) && defined(__AVX512VNNI__)
+#define HKI_VNNI
+#endif
+
+// Sums of two products of bytes each, of which the first ones have no sign, in 16 bits; the sums of two
+// of these.
+#if defined(HKI_AVX512)
+inline Words pairs(Wide a, Wide b) { return (Words)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
+inline Ints of_pairs(Words a) { return (Ints)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(1)); }
+#elif defined(HKI_AVX2)
+inline Words pairs(Wide a, Wide b) { return (Words)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
+inline Ints of_pairs(Words a) { return (Ints)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi16(1)); }
+#endif
+
+// Adds four products of bytes to each element. The first factors have no sign.
+inline Ints add_products(Ints to, Wide a, Wide b) {
+#if defined(HKI_VNNI)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)to, (__m512i)a, (__m512i)b);
+#elif defined(HKI_AVX512) || defined(HKI_AVX2)
+  const Words even = (Words)a & 0xff, odd = (Words)((UnsignedWords)a >> 8);
+  const Words of_even = (Words)b << 8 >> 8, of_odd = (Words)b >> 8;
+#if defined(HKI_AVX512)
+  return to + (Ints)_mm512_madd_epi16((__m512i)even, (__m512i)of_even) +
+         (Ints)_mm512_madd_epi16((__m512i)odd, (__m512i)of_odd);
+#else
+  return to + (Ints)_mm256_madd_epi16((__m256i)even, (__m256i)of_even) +
+         (Ints)_mm256_madd_epi16((__m256i)odd, (__m256i)of_odd);
+#endif
+#else
+  for (int shift = 0; shift < 32; shift += 8)
+    to += ((Ints)a >> shift & 0xff) * ((Ints)b << (24 - shift) >> 24);
+  return to;
+#endif
+}
+
+// The bytes of a table of 16 (repeated) at indices below 16.
+inline Wide lookup(Wide table, Wide index) {
+#if defined(HKI_AVX512)
+  return (Wide)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
+#elif defined(HKI_AVX2)
+  return (Wide)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
+#else
+  Wide out;
+  for (int i = 0; i < kWide; ++i) out[i] = table[index[i]];
+  return out;
+#endif
+}
+
+// The elements of a vector at indices.
+inline Floats permuted(Floats values, Ints index) {
+#if defined(HKI_AVX512)
+  return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)values);
+#elif defined(HKI_AVX2)
+  return (Floats)_mm256_permutevar8x32_ps((__m256)values, (__m256i)index);
+#else
+  Floats out;
+  for (int i = 0; i < kLanes; ++i) out[i] = values[index[i]];
+  return out;
+#endif
+}
+
+// --- the matrix ----------------------------------------------------------------------------------
+
+// Its codes in vectors. Groups begin new ones, or vectors hold several whole groups.
+struct Integers {
+  Weights w;
+  Wide table;    // the values of codes of four bits; what is added to codes of eight
+  int32_t bias;     // what values have too much
+  int64_t largest;  // of the values, with it
+  float unit;       // of the values
+
+  int64_t parts() const { return w.nibbles() ? 2 : 1; }  // vectors of values for one of codes
+  int64_t group_bytes() const { return w.stored / w.groups; }
+  bool several() const {
+    return group_bytes() < kWide && group_bytes() % 4 == 0 && kWide % group_bytes() == 0;
+  }
+  // Bytes that are cut into vectors, in one of `pieces()`.
+  int64_t piece() const { return several() ? w.stored : group_bytes(); }
+  int64_t pieces() const { return several() ? 1 : w.groups; }
+  int64_t vectors() const { return (piece() + kWide - 1) / kWide; }  // of a piece
+  int64_t starts() const { return several() ? vectors() : pieces(); }
+
+  // The codes at `p`, as values.
+  template <bool nibbles>
+  void values(const uint8_t* p, Wide* out) const {
+    Wide codes = {};
+    const int64_t left = w.end() - p;
+    if (left >= kWide) codes = load<Wide>(p);
+    else std::memcpy(&codes, p, std::max<int64_t>(left, 0));
+    if constexpr (nibbles) {
+      out[0] = lookup(table, codes & 15);
+      out[1] = lookup(table, (Wide)((UnsignedWords)codes >> 4) & 15);
+    } else {
+      out[0] = codes + table;
+    }
+  }
+};
+
+// --- rounding ------------------------------------------------------------------------------------
+
+// The root of the smallest normal number: scales in `numerics.operands` are no smaller either.
+constexpr float kSmallestScale = 0x1p-63f;
+
+// The nearest of the codes -128 to 127 for each element, ties to even, and their scale: the largest
+// magnitude is 127.5 steps. NaN where an element is not finite.
+float round_row(const float* x, int64_t length, int8_t* codes) {
+  int32_t largest = 0;
+  for (int64_t k = 0; k < length; ++k) {
+    int32_t bits;
+    std::memcpy(&bits, x + k, 4);
+    largest = std::max(largest, bits & 0x7fffffff);
+  }
+  if (largest >= 0x7f800000) {
+    std::fill_n(codes, length, 0);
+    return NAN;
+  }
+  const float scale = std::max(Numbers::as_float(largest) * (float)(1 / 127.5), kSmallestScale);
+  const float inverse = 1 / scale;
+  for (int64_t k = 0; k < length; ++k) {
+    codes[k] = static_cast<int32_t>(std::min(std::rint(x[k] * inverse), 127.0f));
+  }
+  return scale;
+}
+
+// The codes of a row, `[groups, group]`, with zeros behind the last one, and the scale of each group.
+void round_parts(const Integers& w, const float* x, bool in_groups, float* scales, int8_t* codes) {
+  const int64_t length = w.w.length, groups = w.w.groups, group = w.w.group;
+  if (in_groups)
+    for (int64_t i = 0; i < groups; ++i)
+      scales[i] = round_row(x + i * group, std::min(group, length - i * group), codes + i * group);
+  else
+    std::fill_n(scales, groups, round_row(x, length, codes));
+  std::fill(codes + length, codes + groups * group, 0);
+}
+
+}  // namespace
+
+#endif  // HAIKU_IMPLICIT_KERNELS_INTEGERS_H_
