@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -22,26 +21,10 @@ from haiku_implicit.quantized.operands import rounded_rows
 from haiku_implicit.quantized.products import reference
 from tests import random_arrays
 from tests.devices import run_on_devices
+from tests.native_targets import TARGETS, with_compiler
 from tests.tiers import few
 
 FORMATS = sorted(formats.FORMATS)
-
-# Flags that choose other vectors than those of this CPU, which has the widest of them.
-PORTABLE = (*(flag for flag in build.FLAGS if not flag.startswith("-march")), "-O1")
-TARGETS = {"portable": PORTABLE}
-CPU_INFO = pathlib.Path("/proc/cpuinfo")
-if CPU_INFO.exists() and " avx2 " in CPU_INFO.read_text():
-    TARGETS["avx2"] = (*PORTABLE, "-march=x86-64-v3")
-
-
-def with_compiler(test):
-    """A test of the compiled kernel, which needs a compiler (`test_no_compiler` is for systems without one)."""
-    try:
-        build._compiler()
-    except build.BuildError:
-        return None
-    return test
-
 
 # Rows of activations: those that are decoded for in registers, one more, and some left over.
 ROWS = (1, 2, 3, 8, 9, 40)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from haiku_implicit.quantized.cpu import build
-from tests.kernels.test_quantized_matmul import TARGETS, with_compiler
+from tests.native_targets import TARGETS, with_compiler
 
 SANITIZE = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
