@@ -325,12 +325,7 @@ def test_metadata_that_a_file_cannot_hold(metadata, message, tmp_path):
     assert path.read_text() == "kept"
 
 
-def test_a_reader_of_the_package_counts_as_it_is(written, params, tmp_path):
+def test_an_opened_file_says_what_it_holds(written, params, tmp_path):
     written(params, kind="F32")
-    reader = gguf.GGUFReader(tmp_path / "model.gguf", "c")
-    (norm,) = [t for t in reader.tensors if t.name == "output_norm.weight"]
-    norm.data[:] = 7
-    found = hki.load_gguf(reader, NAMES)
-    np.testing.assert_array_equal(found["norm"]["scale"], np.full(64, 7))
     opened = hki.open_gguf(tmp_path / "model.gguf")
     assert repr(opened).endswith(" fields, 4 tensors)")
