@@ -126,7 +126,7 @@ def unpacked(kind: str, blocks: np.ndarray, codes: bool = True) -> dict[str, np.
     found: dict[str, np.ndarray] = {}
     ends = np.cumsum([field.size for field in KINDS[kind]])
     for field, part in zip(KINDS[kind], np.split(blocks, ends[:-1], axis=-1), strict=True):
-        data, old = np.ascontiguousarray(part), found.get(field.holds)
+        data, old = part.copy(), found.get(field.holds)  # JAX may use its memory: not a file's
         new = field.read(data) if codes or field.holds != "codes" else data
         found[field.holds] = new if old is None else old | new
     return found

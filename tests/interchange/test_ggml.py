@@ -40,3 +40,19 @@ def test_values_and_bytes(name):
 def test_errors(data, kind, message):
     with pytest.raises(ValueError, match=message):
         hki.from_ggml(data, kind)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q2_K"])
+def test_a_weight_of_one_block_has_its_own_memory(name):
+    """The bytes of a file may change later; JAX uses memory of NumPy that begins at 64 bytes."""
+    kind, data = blocks(name)
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    memory = np.zeros(size + 192, np.uint8)
+    start = -memory.ctypes.data % 64
+    for offset in range(start, start + 64, 2):
+        view = memory[offset : offset + size].reshape(1, size)
+        view[:] = data.reshape(-1)[:size]
+        q = hki.from_ggml(view, kind, axis=-1)
+        want = np.array(hki.materialize(q))
+        memory[:] = 0
+        np.testing.assert_array_equal(hki.materialize(q), want)
