@@ -121,7 +121,7 @@ def _rounded(
         i, own, row = x
         code = calibration.encode(w[i], *own, fmt)
         error = (w[i] - formats.scaled(code, *own, fmt)) / row[i]
-        return w - row[:, None] * error, (code, error)
+        return w - row[:, None] * error[None], (code, error)
 
     return jax.lax.scan(step, w, (jnp.arange(len(w)), held, factor))[1]
 
