@@ -45,6 +45,12 @@ def fourier(lead, w):
     return adapters.FourierFT(w, normal((*lead, 6), 1), *places(lead, 6), jnp.full(lead, 30.0))
 
 
+def randlora(lead, w, small, large, rank=3):
+    shapes = [(rank, small), (large, 3 * rank), (rank, 3), (3, M)]
+    parts = [normal((*lead, *shape), i) for i, shape in enumerate(shapes, 1)]
+    return adapters.RandLoRA(w, *parts, jnp.full(lead, 3.0))
+
+
 # Each makes an adapter of leading axes and a base.
 CASES = {
     "dora": lambda lead, w: adapters.DoRA(
@@ -108,6 +114,18 @@ CASES = {
     "locon": lambda lead, w: adapters.LoCon(
         w, normal((*lead, N, R), 1), normal((*lead, R, M), 2), jnp.full(lead, 3.0)
     ),
+    "miss": lambda lead, w: adapters.MiSS(w, normal((*lead, 3, M), 1)),
+    "miss with a rest": lambda lead, w: adapters.MiSS(w, normal((*lead, 5, M), 1)),
+    "hira": lambda lead, w: adapters.HiRA(w, normal((*lead, N, R), 1), normal((*lead, R, M), 2)),
+    "c3a": lambda lead, w: adapters.C3A(w, normal((*lead, N // 4, M // 4, 4), 1)),
+    "gralora": lambda lead, w: adapters.GraLoRA(
+        w,
+        normal((*lead, 2, N // 2, 4), 1),
+        normal((*lead, 2, 4, M // 2), 2),
+        jnp.full(lead, 3.0),
+    ),
+    "randlora": lambda lead, w: randlora(lead, w, M, N),
+    "randlora of a larger pair": lambda lead, w: randlora(lead, w, M + 3, N + 5),
     "butterfly": lambda lead, w: rotated.Rotated(
         w, operators.BlockDiagonal(normal((*lead, 6, 2, 2), 1), stride=3)
     ),
@@ -149,6 +167,24 @@ def definition(w):
             return base + (1 if w.scale is None else f(w.scale)) * np.kron(f(w.c), d)
         case adapters.VeRA():
             return base + (f(w.a)[:N] * f(w.d)) @ (f(w.b)[:, :M] * f(w.e))
+        case adapters.MiSS():
+            return base + f(w.block)[np.arange(N) % w.block.shape[0]]
+        case adapters.HiRA():
+            return base * (1 + f(w.a) @ f(w.b))
+        case adapters.C3A():
+            (p, q, size), kernel = w.kernel.shape, f(w.kernel)
+            turned = (np.arange(size)[:, None] - np.arange(size)) % size
+            return base + np.block([[kernel[i, j][turned] for j in range(q)] for i in range(p)]) / N
+        case adapters.GraLoRA():
+            a, b = f(w.a).reshape(2, N // 2, 2, 2), f(w.b).reshape(2, 2, 2, M // 2)
+            blocks = [[a[i, :, j] @ b[j, i] for j in range(2)] for i in range(2)]
+            return base + f(w.alpha) / 4 * np.block(blocks)
+        case adapters.RandLoRA():
+            rank, count = w.rows.shape
+            a, b = f(w.a)[:, :M], f(w.b)[:N].reshape(-1, 1, count * rank)[..., : count * rank]
+            pairs = [(r, k) for r in range(rank) for k in range(count)]
+            scaled = [f(w.rows)[r, k] * a[r] * f(w.columns)[k] for r, k in pairs]
+            return base + f(w.alpha) / rank * b[:, 0] @ np.stack(scaled)
         case adapters.BOFT():
             count, size = w.upper.shape[-2], N // w.upper.shape[-2]
             rotation = np.eye(N)
@@ -221,6 +257,11 @@ METHODS = {
     "low_rank_diagonal": dict(rank=2),
     "trained_rows": dict(ids=[1, 3]),
     "locon": dict(rank=2),
+    "miss": dict(rank=2),
+    "hira": dict(rank=2),
+    "c3a": dict(block_size=4),
+    "gralora": dict(rank=4, blocks=2),
+    "randlora": dict(rank=3),
 }
 BASES = {
     "dense": None,

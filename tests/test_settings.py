@@ -55,6 +55,11 @@ ADAPTERS = {
     "trained_rows": dict(ids=[1, 3]),
     "locon": dict(rank=2, alpha=4.0),
     "vblora": dict(rank=1, num_vectors=6, vector_length=4),
+    "miss": dict(rank=2),
+    "hira": dict(rank=2),
+    "c3a": dict(block_size=4),
+    "gralora": dict(rank=2),
+    "randlora": dict(rank=2),
 }
 # The formats, and ways to find and store scales.
 QUANTIZED = {

@@ -115,6 +115,11 @@ METHODS = {
     "trained_rows": dict(ids=[1, 3]),
     "locon": dict(rank=2, alpha=4.0),
     "vblora": dict(rank=1, num_vectors=6, vector_length=2),
+    "miss": dict(rank=2),
+    "hira": dict(rank=2),
+    "c3a": dict(block_size=2),
+    "gralora": dict(rank=2),
+    "randlora": dict(rank=2),
 }
 
 

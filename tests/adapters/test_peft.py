@@ -68,6 +68,21 @@ METHODS = {
     "shira": lambda w, p, g: adapters.SHiRA(
         w, p["shira_weight"], *np.asarray(g["shira_indices"][::-1], np.int32)
     ),
+    "miss": lambda w, p, g: adapters.MiSS(w, p["miss_block"]),
+    "miss with a rest": lambda w, p, g: adapters.MiSS(w, p["miss_block"]),
+    "hira": lambda w, p, g: adapters.HiRA(w, p["hira_A"].T, p["hira_B"].T),
+    "c3a": lambda w, p, g: adapters.C3A(w, p["c3a_kernel"].swapaxes(0, 1)),
+    "gralora": lambda w, p, g: adapters.GraLoRA(
+        w, p["gralora_A"], p["gralora_B"], jnp.float32(3.0)
+    ),
+    "randlora": lambda w, p, g: adapters.RandLoRA(
+        w,
+        g["randlora_A"][:, 0],
+        g["randlora_B"].reshape(12, 9),
+        p["lambda"],
+        p["gamma"],
+        jnp.float32(4.0),
+    ),
     "trained rows": lambda w, p, g: adapters.TrainedRows(w, p["delta"], jnp.array([3, 11])),
 }
 
@@ -75,7 +90,15 @@ METHODS = {
 def short(name):
     """PEFT's name of a parameter without its module and prefix."""
     name = name.removeprefix("layer.").replace(".default", "").removesuffix(".weight")
-    for prefix in ("hada_", "lokr_", "vera_", "vblora_", "fourierft_", "trainable_tokens_"):
+    for prefix in (
+        "hada_",
+        "lokr_",
+        "vera_",
+        "vblora_",
+        "fourierft_",
+        "randlora_",
+        "trainable_tokens_",
+    ):
         name = name.removeprefix(prefix)
     return name
 
@@ -102,7 +125,7 @@ def check(found, trained, run, x):
     grads, out = compute(own, x)
     close(out, found["out"])
     jax.tree.map(close, grads[0], arrays_of(found, "grad/"))
-    if is_float:
+    if "grad_x" in found:
         close(grads[1], found["grad_x"])
 
 

@@ -27,6 +27,11 @@ METHODS = {
     "shira": dict(entries=10),
     "trained_rows": dict(ids=[1, 3]),
     "vera": dict(rank=2),
+    "miss": dict(rank=2),
+    "hira": dict(rank=2),
+    "c3a": dict(block_size=4),
+    "gralora": dict(rank=2),
+    "randlora": dict(rank=2),
 }
 
 
