@@ -131,8 +131,8 @@ def add_adapter(
       method: a type of adapter: `haiku_implicit.LoRA`, one of `haiku_implicit.adapters`, or your own
         subclass of `haiku_implicit.adapters.Adapter`. Or its name: 'boft', 'c3a', 'dora', 'fourierft',
         'gralora', 'hira', 'ia3', 'locon', 'loha', 'lokr', 'lora', 'low_rank_diagonal', 'miss', 'oft',
-        'randlora', 'shira', 'trained_rows', 'vblora', 'vera' (see docs/adapters.md), or the name of your
-        own class in lower case.
+        'randlora', 'shira', 'trained_rows', 'vblora', 'vera' (see docs/adapters.md), or the name of
+        your own class in lower case.
       targets, exclude, missing_ok, matrix_axes: as for `add_lora`. The default targets are weights with
         room for the rank, if the method has one; a warning names the others.
       patterns: other options for some weights: a mapping from a regular expression that matches the
