@@ -178,7 +178,7 @@ def axis_names(count: int) -> str:
 def _with_specs(
     x: ImplicitArray, of: Callable[..., Any], spec: PartitionSpec, mesh: MeshLike
 ) -> Any:
-    """Puts `of(y, own)` in place of each array `y` in a field with the spec `own`."""
+    """Replaces by `of(y, own)` each array `y` in a field with the spec `own`."""
     fields = {
         name: jax.tree.map(functools.partial(of, own=own), getattr(x, name), is_leaf=is_implicit)
         for name, own in field_specs(x, spec, mesh).items()

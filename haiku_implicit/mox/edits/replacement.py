@@ -81,7 +81,7 @@ def around(site: Site, function: Callable[..., Any]) -> Piece:
     """
     node = site.node
     structure, results = structures_of(node)
-    original = Original(site.place.body, node)
+    original = Original(site.region.body, node)
     avals = _element_types(node.inputs, getattr(node, "seen", ()))
     what = f"{node!r}: (args, kwargs) of the original"
     name = f"{site.path}/{getattr(function, '__name__', 'function').strip('<>')}"

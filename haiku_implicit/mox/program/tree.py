@@ -115,7 +115,7 @@ class ModuleCall:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """The last name of the path."""
         return self.path.rpartition("/")[2]
 
     @property

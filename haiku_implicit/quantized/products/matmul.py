@@ -87,7 +87,7 @@ def _with_standard_promotion(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_matrices(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Extends a product of `[batch, m, i]` to any number of axes in place of `batch` and `m`."""
+    """Extends a product of `[batch, m, i]` to any number of axes instead of `batch` and `m`."""
 
     @_with_standard_promotion
     def run(

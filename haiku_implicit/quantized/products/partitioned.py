@@ -1,6 +1,6 @@
 """Products in programs that XLA partitions: each device multiplies its own parts.
 
-Without a rule, XLA looks into a product, decodes blocks of the matrix, and moves these. Here a product
+Without a partitioning rule, XLA looks into a product, decodes blocks of the matrix, and moves these. Here a product
 is a function of arrays whose axes have names (`Axes`). Axes of one name are cut together: rows of the
 activations and of the result, say, or inputs of the activations, codes, and the scales of their groups.
 All answers to XLA follow from the names:

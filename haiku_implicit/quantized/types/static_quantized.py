@@ -61,7 +61,7 @@ class StaticQuantized(RuledWeight):
     def of(
         cls, weight: QuantizedMatrix, stats: QuantStats, batch_axes: Collection[int] = (0,)
     ) -> Self:
-        """Makes a stored weight with a static range for activations.
+        """Makes a quantized weight with a static range for activations.
 
         Args:
           weight: the weight, `[..., n, m]`, with an `activation`.
@@ -92,7 +92,7 @@ class StaticQuantized(RuledWeight):
 
     @property
     def weight(self) -> QuantizedMatrix:
-        """The stored weight, a `QuantizedMatrix`."""
+        """The quantized weight, a `QuantizedMatrix`."""
         return jax.tree.unflatten(self.kind, self.parts)
 
     wrapped = weight  # as for other types around one array
