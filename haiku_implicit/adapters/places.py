@@ -117,8 +117,8 @@ class Fourier(AtPlaces):
     """The real part of the inverse Fourier transform of a sparse matrix, in both axes.
 
     A product takes three steps, and none makes the dense matrix: it transforms the rows of `x`,
-    multiplies by the coefficients, and transforms the sums. The positions are frequencies, along rows and
-    columns, and the values real coefficients.
+    multiplies by the coefficients, and transforms the sums. The positions are frequencies, along rows
+    and columns, and the values real coefficients.
     """
 
     def times(self, x: jax.Array) -> jax.Array:
@@ -190,8 +190,8 @@ class SHiRA(Corrected):
 class FourierFT(Corrected):
     """The weight `w + scale * Re(ifft2(spectrum))` (Gao et al. 2024, arXiv:2405.03003).
 
-    The spectrum is zero except at a few positions. Products transform the inputs and the outputs, so they
-    never make the dense correction.
+    The spectrum is zero except at a few positions. Products transform the inputs and the outputs, so
+    they never make the dense correction.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.

@@ -1,7 +1,7 @@
 """Regions of a tree: the parameters in reach there, and the nodes to replace.
 
-`Sources` are the parameters among variables, also in the bodies of loops and calls. A `Region` is a body
-with its sources, and a `Site` a node with its region and the path that new modules get there.
+`Sources` are the parameters among variables, also in the bodies of loops and calls. A `Region` is a
+body with its sources, and a `Site` a node with its region and the path that new modules get there.
 """
 
 import collections

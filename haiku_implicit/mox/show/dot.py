@@ -82,7 +82,9 @@ class _Graph:
             pairs = zip(node.outputs, node.returns, strict=True)
             origins |= {v: _boxes(origins, x) for v, x in pairs}
 
-    def _bodies(self, node: Equation, region: Region, origins: Origins, level: int) -> Iterator[str]:
+    def _bodies(
+        self, node: Equation, region: Region, origins: Origins, level: int
+    ) -> Iterator[str]:
         """The lines of the bodies of an equation."""
         for body in node.bodies:
             inner = {v: _boxes(origins, x) for v, x in given_to(node, body)}

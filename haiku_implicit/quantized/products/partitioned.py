@@ -1,8 +1,9 @@
 """Products in programs that XLA partitions: each device multiplies its own parts.
 
-Without a partitioning rule, XLA looks into a product, decodes blocks of the matrix, and moves these. Here a product
-is a function of arrays whose axes have names (`Axes`). Axes of one name are cut together: rows of the
-activations and of the result, say, or inputs of the activations, codes, and the scales of their groups.
+Without a partitioning rule, XLA looks into a product, decodes blocks of the matrix, and moves these.
+Here a product is a function of arrays whose axes have names (`Axes`). Axes of one name are cut
+together: rows of the activations and of the result, say, or inputs of the activations, codes, and the
+scales of their groups.
 All answers to XLA follow from the names:
 
 - an axis with a name of the result: each device computes its part of the result;
