@@ -128,7 +128,7 @@ def test_a_tree_of_specs_and_a_prefix_of_one():
 @pytest.mark.parametrize(
     ("options", "specs", "message"),
     [
-        ({}, [("x", P())], r"att/w: no rule matches this whole path, of 'x'. A last rule \('\.\*', PartitionSpec"),
+        ({}, [("x", P())], r"att/w: no pattern matches this whole path, of 'x'. A last pair \('\.\*', PartitionSpec"),
         ({}, {"linear": P()}, "specs: expected a PartitionSpec, a tree like params or a prefix of it, or"),
         ({}, [("(", P())], r"specs: expected pairs of a regular expression and a PartitionSpec, .* \['\('\]"),
         ({}, P("rows"), r"att/w: .*the mesh has {'data': 2, 'model': 4}, no \['rows'\]"),
@@ -149,7 +149,7 @@ def test_errors_name_the_parameter_and_the_way_out(options, specs, message):
         ([("att/w", "model"), (".*", P())], TypeError, "att/w: specs: expected .*, got 'model'"),
         ({"linear": NamedSharding(MESH, P()), "att": None}, TypeError, "linear/b: .*Give its spec"),
         (P("model", "model"), ValueError, "att/w: .* splits one axis of an array, not two"),
-        ({"linear": P()}, ValueError, "or a list of rules .* (key path|key mismatch).*att"),
+        ({"linear": P()}, ValueError, "or a list of pairs .* (key path|key mismatch).*att"),
     ],
 )
 def test_wrong_specs(specs, error, message):
@@ -157,7 +157,7 @@ def test_wrong_specs(specs, error, message):
         hki.shardings(quantized(dtype="int4"), specs, MESH)
 
 
-def test_none_in_a_rule_is_replicated():
+def test_none_in_a_pair_is_replicated():
     found = specs_of(quantized(dtype="int8"), [("atte/w", P("model")), (".*", None)])
     assert set(found.values()) <= {(), (None,), (None, None)}
 

@@ -346,7 +346,7 @@ _MOST_TEXTS = 10_000
 
 def _warn_once(event: Materialization) -> None:
     # Python warns once for each text and line. The text names the Haiku module, which differs from
-    # call to call, so all events of one place use the text of the first one.
+    # call to call, so all events of one line use the text of the first one.
     if len(_texts) > _MOST_TEXTS:
         _texts.clear()
         _registry.clear()

@@ -72,8 +72,8 @@ def passed_on(jaxpr: Jaxpr, num_consts: int, count: int) -> list[tuple[int, int]
 def spread(carry: Sequence[Array], passes: Sequence[tuple[int, int]]) -> list[Array]:
     """Joins the structure of each value of a carry with the structure of the value that replaces it.
 
-    Each trace of the loop's body would move a change only one place further: if one of `n` values that
-    move on becomes dense, the body would be traced `n` times.
+    Each trace of the loop's body would move a change only one position further: if one of `n` values
+    that move on becomes dense, the body would be traced `n` times.
 
     Args:
       carry: structures.

@@ -27,7 +27,8 @@ from haiku_implicit.core.typing import Array, MeshLike, Params, Tree
 from haiku_implicit.params.trees.selection import describe
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
-# One spec for all; a tree of specs, or a prefix of one; or rules, the first match of which counts.
+# One spec for all; a tree of specs, or a prefix of one; or pairs of a pattern and a spec, of which the
+# first match counts.
 Specs = Any
 
 
@@ -44,12 +45,12 @@ def shardings(params: Params, specs: Specs, mesh: MeshLike) -> Tree:
     Args:
       params: parameters, dense or implicit, arrays or `jax.ShapeDtypeStruct`; or another tree of such
         arrays, such as an optimizer's state. (LoRA's factors are split in the same way without their
-        weight; other parts of implicit arrays are replicated. `optimizer.init` of placed parameters
+        weight; other fields of implicit arrays are replicated. `optimizer.init` of placed parameters
         gives a placed state.)
       specs: one `PartitionSpec` for all; or a tree of them, like `params` or a prefix of it, with one
-        for an implicit array and None for a replicated array; or rules `[(pattern, spec), ...]`. The
-        first rule counts whose regular expression matches the whole path, the keys of the tree joined
-        by `/`. (A rule without a match is not an error: one list may serve several models.)
+        for an implicit array and None for a replicated array; or pairs `[(pattern, spec), ...]`. The
+        first pair counts whose regular expression matches the whole path, the keys of the tree joined
+        by `/`. (A pattern without a match is not an error: one list may serve several models.)
       mesh: a `jax.sharding.Mesh`, or an abstract one.
 
     Returns:
@@ -57,8 +58,8 @@ def shardings(params: Params, specs: Specs, mesh: MeshLike) -> Tree:
       or a string.
 
     Raises:
-      ValueError: for a parameter that no rule matches, whose spec has too many axes, or that can't be
-        split by its spec. The error names the parameter, its axis, and the number of shards.
+      ValueError: for a parameter that no pattern matches, whose spec has too many axes, or that can't
+        be split by its spec. The error names the parameter, its axis, and the number of shards.
       TypeError: for another kind of mesh, or of specs.
 
     Example:
@@ -99,7 +100,8 @@ def place(params: Params, specs: Specs, mesh: MeshLike) -> Tree:
       The parameters on the mesh. (`jax.tree.map(lambda x: x.sharding, placed)` shows the shardings.)
 
     Raises:
-      ValueError: for a parameter that no rule matches, or a spec with axes that it or the mesh lacks.
+      ValueError: for a parameter that no pattern matches, or a spec with axes that it or the mesh
+        lacks.
       TypeError: for another kind of mesh, or of specs.
 
     Example:
@@ -165,7 +167,7 @@ def _specs_of(paths: Sequence[str], params: Params, specs: Specs) -> list[Partit
     if isinstance(specs, PartitionSpec):
         return [specs] * len(paths)
     if isinstance(specs, list) and all(isinstance(x, tuple) and len(x) == 2 for x in specs):
-        return _by_rules(paths, specs)
+        return _by_patterns(paths, specs)
 
     def repeated(spec: PartitionSpec, below: Any) -> Any:
         return [spec] * len(tree_flatten_with_implicit(below)[0])
@@ -176,7 +178,7 @@ def _specs_of(paths: Sequence[str], params: Params, specs: Specs) -> list[Partit
     except ValueError as e:
         said = " ".join(str(e).split())
         raise ValueError(
-            "specs: expected a PartitionSpec, a tree like params or a prefix of it, or a list of rules "
+            "specs: expected a PartitionSpec, a tree like params or a prefix of it, or a list of pairs "
             f"[(pattern, spec), ...]: {said:.500}"
         ) from e
     found = jax.tree.leaves(nested, is_leaf=is_spec)
@@ -193,22 +195,22 @@ def _checked(path: str, spec: Any) -> PartitionSpec:
     return spec
 
 
-def _by_rules(paths: Sequence[str], rules: Sequence[tuple[Any, Any]]) -> list[PartitionSpec]:
-    """The spec of each array, from the first rule that matches its path."""
+def _by_patterns(paths: Sequence[str], pairs: Sequence[tuple[Any, Any]]) -> list[PartitionSpec]:
+    """The spec of each array, from the first pattern that matches its path."""
     try:
-        compiled_rules = [(compiled("specs", pattern), spec) for pattern, spec in rules]
+        compiled_pairs = [(compiled("specs", pattern), spec) for pattern, spec in pairs]
     except (ValueError, TypeError) as e:
         raise ValueError(
             "specs: expected pairs of a regular expression and a PartitionSpec, got the patterns "
-            f"{[pattern for pattern, _ in rules]!r}: {e}"
+            f"{[pattern for pattern, _ in pairs]!r}: {e}"
         ) from e
     found = []
     for path in paths:
-        own = [spec for pattern, spec in compiled_rules if pattern.fullmatch(path)]
+        own = [spec for pattern, spec in compiled_pairs if pattern.fullmatch(path)]
         if not own:
-            known = ", ".join(repr(pattern) for pattern, _ in rules)
+            known = ", ".join(repr(pattern) for pattern, _ in pairs)
             raise ValueError(
-                f"{path}: no rule matches this whole path, of {known}. A last rule "
+                f"{path}: no pattern matches this whole path, of {known}. A last pair "
                 "('.*', PartitionSpec()) replicates what is left"
             )
         found.append(_checked(path, own[0]))

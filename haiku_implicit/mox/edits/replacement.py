@@ -476,7 +476,7 @@ def _batch(operands: Sequence[Array], axes: Any, *, fun: Any, levels: Any, out: 
 
 
 def _moved(level: _Level, x: Any, has: int | None, wanted: int | None) -> Array:
-    """Moves the mapped axis of an array to its place in the call."""
+    """Moves the mapped axis of an array to its position in the call."""
     if wanted is None:
         if has is None:
             return x
