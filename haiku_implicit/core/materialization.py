@@ -197,7 +197,7 @@ def materialization(policy: Policy) -> Iterator[None]:
         `MaterializationError`.
 
     Raises:
-      ValueError: for any other policy.
+      ValueError: for a policy other than these three.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki

@@ -216,7 +216,7 @@ class Mox(Program):
           what: a class of modules, or a function of a node that returns whether to choose it.
 
         Raises:
-          TypeError: if `what` is anything else.
+          TypeError: if `what` is neither a class nor a function.
 
         Example:
           >>> import haiku as hk, jax.numpy as jnp

@@ -330,7 +330,7 @@ def dot_general_by_bits(
       function that takes a weight `[..., n, m]` and returns the stored weight.
 
     Raises:
-      ValueError: for other numbers of bits, or another mode.
+      ValueError: for an unknown number of bits or mode.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki

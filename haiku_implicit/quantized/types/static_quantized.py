@@ -69,7 +69,7 @@ class StaticQuantized(RuledWeight):
           batch_axes: the axes of activations that statistics are averaged over.
 
         Raises:
-          TypeError: for a weight of another type.
+          TypeError: for a weight that is not a `QuantizedMatrix`.
           ValueError: for a weight without an activation; for statistics of another mode, or with other
             batch axes.
         """
