@@ -66,7 +66,7 @@ class ImplicitArray(abc.ABC):
       field_axes: of the class: which axis of a field is which axis of the tensor, so that a mesh of
         devices can split both. For each field a letter for each of its axes after the batch axes: 'm'
         for the tensor's last axis, 'n' for the one before, then 'l', 'k', ...; '.' for an axis of the
-        field's own. (An upper-case letter: if its length is 1, all parts have it whole.) A field that
+        field's own. (An upper-case letter: if its length is 1, all shards have it whole.) A field that
         is not named has all axes of the tensor if it has its shape and dtype, and only batch axes
         otherwise. None (the default): only fields with the tensor's shape and dtype are split, and
         `jax.shard_map` makes the array dense.
@@ -226,12 +226,12 @@ class ImplicitArray(abc.ABC):
         return stacked
 
     def as_part(self, counts: Sequence[int]) -> Array:
-        """Returns this array with the static fields of one part, for leaves that are cut separately.
+        """Returns this array with the static fields of one shard, for leaves that are cut separately.
 
         Override this method if static fields other than an explicit shape describe lengths.
 
         Args:
-          counts: the number of parts along each axis.
+          counts: the number of shards along each axis.
 
         Returns:
           The array, or `NotImplemented` if it can't be cut like this.
@@ -248,7 +248,7 @@ class ImplicitArray(abc.ABC):
         """Returns the same values in a form whose fields can be cut, such as one with smaller groups.
 
         Args:
-          counts: the number of parts along each axis.
+          counts: the number of shards along each axis.
 
         Returns:
           An array of this type, or this array if no form can be cut; `NotImplemented` (the default) if
@@ -537,7 +537,7 @@ def has_symbolic_shape(x: Any) -> bool:
 def known_struct(x: Array) -> jax.ShapeDtypeStruct | None:
     """The shape and dtype of an implicit array, or None if its fields do not determine them.
 
-    They do not in a part that `partition` returns, nor in many optimizer states.
+    They do not in a half that `partition` returns, nor in many optimizer states.
     """
     try:
         return jax.ShapeDtypeStruct(tuple(x.shape), np.dtype(x.dtype))

@@ -129,7 +129,7 @@ class Coerce:
     Args:
       targets, name, reason: as for `coerce`. Values beyond the targets stay unchanged.
       meet: whether a value is brought to the `join` of its own structure and the target, and so may
-        have fewer implicit parts than the target.
+        have fewer implicit arrays than the target.
     """
 
     def __init__(self, targets: Sequence[Array], name: str, reason: str = "", meet: bool = False):

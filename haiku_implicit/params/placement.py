@@ -18,9 +18,9 @@ from haiku_implicit.core.sharding import (
     fitting,
     leaf_specs,
     names_in,
-    num_parts,
+    num_shards,
     padded_spec,
-    part_specs,
+    shard_specs,
 )
 from haiku_implicit.core.transform import tree_flatten_with_implicit
 from haiku_implicit.core.typing import Array, MeshLike, Params, Tree
@@ -233,7 +233,7 @@ def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> No
 def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> str | None:
     """The reason that an axis can't be cut evenly, in words; None if all axes can."""
     for axis, (length, entry) in enumerate(zip(shape, padded_spec(spec, len(shape)), strict=True)):
-        if length % (count := num_parts(entry, mesh)):
+        if length % (count := num_shards(entry, mesh)):
             return f"axis {axis}, of length {length}, can't be cut into {count} shards of one size"
     return None
 
@@ -241,7 +241,7 @@ def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> str | None:
 def _placed(path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: list[str]) -> Array:
     """The shardings of an array's leaves, in the structure of the array."""
     if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
-        return _of_part(x, spec, mesh)
+        return _of_half(x, spec, mesh)
     if not hasattr(x, "shape"):  # a number of steps, or a string
         return None
     what = f"{path}: {describe(x)}"
@@ -258,7 +258,7 @@ def _placed(path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: lis
             f"{what}: {spec}: {type(x).__name__} can't be split so. PartitionSpec() replicates it, as "
             "haiku_implicit.place does"
         )
-    exact = part_specs(x, spec, mesh) is not NotImplemented
+    exact = shard_specs(x, spec, mesh) is not NotImplemented
     if not exact and (reason := _not_as_asked(x, specs, spec, mesh)):
         notes.append(f"{what}: {spec}: {reason}")
     return jax.tree.unflatten(jax.tree.structure(x), [NamedSharding(mesh, s) for s in specs])
@@ -267,7 +267,7 @@ def _placed(path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: lis
 def _not_as_asked(
     x: Array, specs: Sequence[PartitionSpec], spec: PartitionSpec, mesh: MeshLike
 ) -> str:
-    """The parts of an implicit array that are not split by the spec, in words; empty if all are."""
+    """The fields of an implicit array that are not split by the spec, in words; empty if all are."""
     found = []
     if missing := set(names_in(spec)) - {name for own in specs for name in names_in(own)}:
         found.append(f"nothing in it can be split by {sorted(missing)}")
@@ -281,8 +281,8 @@ def _not_as_asked(
     return ", and ".join(found)
 
 
-def _of_part(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
-    """The shardings of a part of an implicit array: LoRA's factors are split as in the whole weight."""
+def _of_half(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
+    """The shardings of a half of an implicit array: LoRA's factors are split as in the whole weight."""
     specs = jax.tree.map(lambda _: PartitionSpec(), x)
     if isinstance(x, LoRA) and len(spec) <= (ndim := max(map(np.ndim, (x.a, x.b)))) >= 2:
         *lead, rows, columns = padded_spec(spec, ndim)
@@ -295,14 +295,14 @@ def _of_part(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
 
 
 def _if_even(x: Array, entries: Sequence[Any], mesh: MeshLike) -> Any:
-    """The spec of one array of a part: None if it is missing, replicated if it can't be cut.
+    """The spec of one array of a half: None if it is missing, replicated if it can't be cut.
 
     For an implicit array, as in a quantized state, the specs of its leaves.
     """
     if x is None:
         return None
     pairs = zip(np.shape(x), entries, strict=False)
-    even = all(length % num_parts(entry, mesh) == 0 for length, entry in pairs)
+    even = all(length % num_shards(entry, mesh) == 0 for length, entry in pairs)
     spec = PartitionSpec(*entries) if even else PartitionSpec()
     if not is_implicit(x):
         return spec

@@ -252,7 +252,7 @@ def _lower(
     mesh: EqnParam,
     **params: EqnParam,
 ) -> Any:
-    """Lowers the product to a kernel if it applies, or to products of parts on several devices."""
+    """Lowers the product to a kernel if it applies, or to products of shards on several devices."""
     x, *leaves = ctx.avals_in
     q: QuantizedMatrix = params["treedef"].unflatten(leaves)
     devices = devices_of(ctx.module_context)
