@@ -88,7 +88,7 @@ def _axes_of_leaves(x: ImplicitArray, axis: int, names: tuple[Any, ...]) -> list
         return None
     leaves = jax.tree.leaves(x)
     known = any(compat.varying(y).issuperset(names) for y in leaves)
-    axes = [list(spec).index(_PARTS) if _PARTS in spec else None for spec in specs]
+    axes = [list(spec).index(_SHARDS) if _SHARDS in spec else None for spec in specs]
     shared = [y for y, at in zip(leaves, axes, strict=True) if at is None]
     same = known and not any(compat.varying(y).intersection(names) for y in shared)
     return axes if same or not shared else None

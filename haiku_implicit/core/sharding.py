@@ -96,8 +96,8 @@ def shard_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
 
     Returns:
       A tree like the shard of this array on one device, with a `PartitionSpec` for each leaf. Its
-      static metadata, such as an explicit shape, describes the shard. Or `NotImplemented` if the type can't be
-      split like this.
+      static metadata, such as an explicit shape, describes the shard. Or `NotImplemented` if the type
+      can't be split like this.
     """
     if all(entry is None for entry in spec):
         return jax.tree.map(lambda _: PartitionSpec(), x)
