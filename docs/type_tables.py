@@ -26,7 +26,7 @@ from haiku_implicit import adapters
 from haiku_implicit.arrays.deferred import Deferred
 from haiku_implicit.core import dispatch
 from haiku_implicit.core.array import data_names, is_implicit, num_batch_axes, short
-from haiku_implicit.core.sharding import part_specs
+from haiku_implicit.core.sharding import shard_specs
 
 DOCS = pathlib.Path(__file__).resolve().parent
 N, M, RANK = 64, 32, 4
@@ -356,7 +356,7 @@ def split(x: Any, spec: PartitionSpec) -> str:
     if not jax.tree.leaves(x):
         return ""
     mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    dense = part_specs(x, spec, mesh) is NotImplemented
+    dense = shard_specs(x, spec, mesh) is NotImplemented
     in_map = "in `shard_map` it becomes dense" if dense else ""
     try:
         places = hki.shardings({"m": {"w": x}}, spec, mesh)["m"]["w"]

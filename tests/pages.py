@@ -21,8 +21,8 @@ INDICES = {"types": "api/types.md", "hooks": "haiku_hooks.md"}
 
 
 def code_blocks(document):
-    """The Python code in a document, and the output that it shows, if any."""
-    pattern = r"```python\n(.*?)```\n(?:\nIt prints:\n\n```\n(.*?)```)?"
+    """The Python code in a document, and its output if a block without a language follows at once."""
+    pattern = r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?"
     return re.findall(pattern, document.read_text(), re.DOTALL)
 
 

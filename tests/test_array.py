@@ -18,7 +18,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.core import array
-from haiku_implicit.core.sharding import part_specs
+from haiku_implicit.core.sharding import shard_specs
 from tests.cases import CASES, Diagonal, Nought, Outer
 from tests.random_arrays import normal
 from tests.tiers import few
@@ -705,10 +705,10 @@ def test_a_type_without_batch_axes_says_so():
 def test_a_type_that_says_nothing_of_meshes_is_on_all_devices():
     mesh = jax.sharding.AbstractMesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     w = Outer(jnp.ones(2), jnp.ones(4))
-    whole = part_specs(w, jax.sharding.PartitionSpec(None), mesh)
+    whole = shard_specs(w, jax.sharding.PartitionSpec(None), mesh)
     assert jax.tree.structure(whole) == jax.tree.structure(w)
     assert (whole.u, whole.v) == (jax.sharding.PartitionSpec(),) * 2
-    assert part_specs(w, jax.sharding.PartitionSpec(None, "i"), mesh) is NotImplemented
+    assert shard_specs(w, jax.sharding.PartitionSpec(None, "i"), mesh) is NotImplemented
 
 
 def test_a_part_without_its_arrays_names_them_and_no_others():

@@ -25,7 +25,7 @@ HEAD = """
 import sys
 import jax, jax.numpy as jnp, numpy as np, haiku as hk, haiku_implicit as hki
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from haiku_implicit.core.sharding import part_specs
+from haiku_implicit.core.sharding import shard_specs
 from tests.cases import CASES, make_quantized
 
 use = hki.use_implicit_args
@@ -192,7 +192,7 @@ def leaf_specs(value):
     return [entries(leaf.sharding.spec) for leaf in jax.tree.leaves(value)]
 
 def specs_of(value, spec, mesh):
-    specs = part_specs(value, P(*spec), mesh)
+    specs = shard_specs(value, P(*spec), mesh)
     return [entries(s) for s in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))]
 
 for mesh_of_jit in (mesh, auto):
@@ -210,7 +210,7 @@ for mesh_of_jit in (mesh, auto):
 
             label = f"{name} {spec} {mesh_of_jit.axis_types}"
             dense = np.asarray(hki.materialize(value))
-            splits = part_specs(value, P(*spec), mesh_of_jit) is not NotImplemented
+            splits = shard_specs(value, P(*spec), mesh_of_jit) is not NotImplemented
             for run in (lambda f: f, jax.jit):
                 got, want = run(use(product))(value, inputs), product(dense, inputs)
                 got = hki.materialize(got)
@@ -244,7 +244,7 @@ TABLES = dict(
 )
 
 def split(x, spec):
-    specs = part_specs(x, P(*spec), mesh) if isinstance(x, hki.ImplicitArray) else P(*spec)
+    specs = shard_specs(x, P(*spec), mesh) if isinstance(x, hki.ImplicitArray) else P(*spec)
     places = jax.tree.map(lambda s: at(*s), specs, is_leaf=lambda s: isinstance(s, P))
     return jax.tree.map(jax.device_put, x, places)
 

@@ -17,7 +17,7 @@ import warnings
 import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from haiku_implicit import adapters
 from haiku_implicit.core import compat
-from haiku_implicit.core.sharding import part_specs
+from haiku_implicit.core.sharding import shard_specs
 from haiku_implicit.quantized.cpu import build
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -165,7 +165,7 @@ with warnings.catch_warnings(record=True) as said:
             assert jax.tree.structure(placed) == jax.tree.structure(tree) or "double" in (name, *options)
             inner = placed["w"] if isinstance(placed["w"], hki.QuantizedMatrix) else placed["w"].w
             np.testing.assert_array_equal(hki.materialize(inner), hki.materialize(q))
-            assert part_specs(inner, spec, auto) is not NotImplemented
+            assert shard_specs(inner, spec, auto) is not NotImplemented
             assert inner.codes.addressable_shards[0].data.size * 8 == inner.codes.size
             if isinstance(tree["w"], hki.LoRA):
                 continue

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
 from haiku_implicit.core import compat
-from haiku_implicit.core.sharding import fitted, part_specs
+from haiku_implicit.core.sharding import fitted, shard_specs
 from tests.cases import Outer
 from tests.devices import run_on_devices
 from tests.random_arrays import normal
@@ -128,7 +128,7 @@ def test_a_tree_of_specs_and_a_prefix_of_one():
 @pytest.mark.parametrize(
     ("options", "specs", "message"),
     [
-        ({}, [("x", P())], r"att/w: no rule matches this whole path, of 'x'. A last rule \('\.\*', PartitionSpec"),
+        ({}, [("x", P())], r"att/w: no pattern matches this whole path, of 'x'. A last pair \('\.\*', PartitionSpec"),
         ({}, {"linear": P()}, "specs: expected a PartitionSpec, a tree like params or a prefix of it, or"),
         ({}, [("(", P())], r"specs: expected pairs of a regular expression and a PartitionSpec, .* \['\('\]"),
         ({}, P("rows"), r"att/w: .*the mesh has {'data': 2, 'model': 4}, no \['rows'\]"),
@@ -149,7 +149,7 @@ def test_errors_name_the_parameter_and_the_way_out(options, specs, message):
         ([("att/w", "model"), (".*", P())], TypeError, "att/w: specs: expected .*, got 'model'"),
         ({"linear": NamedSharding(MESH, P()), "att": None}, TypeError, "linear/b: .*Give its spec"),
         (P("model", "model"), ValueError, "att/w: .* splits one axis of an array, not two"),
-        ({"linear": P()}, ValueError, "or a list of rules .* (key path|key mismatch).*att"),
+        ({"linear": P()}, ValueError, "or a list of pairs .* (key path|key mismatch).*att"),
     ],
 )
 def test_wrong_specs(specs, error, message):
@@ -157,7 +157,7 @@ def test_wrong_specs(specs, error, message):
         hki.shardings(quantized(dtype="int4"), specs, MESH)
 
 
-def test_none_in_a_rule_is_replicated():
+def test_none_in_a_pair_is_replicated():
     found = specs_of(quantized(dtype="int8"), [("atte/w", P("model")), (".*", None)])
     assert set(found.values()) <= {(), (None,), (None, None)}
 
@@ -183,7 +183,7 @@ def test_smaller_groups_have_the_same_values(options):
     q = hki.QuantizedMatrix.quantize(normal((64, 32)), *options)
     for spec in (P("model"), P(None, "model"), P("model", "data"), P(("data", "model"))):
         new = fitted(q, spec, MESH)
-        assert part_specs(new, spec, MESH) is not NotImplemented
+        assert shard_specs(new, spec, MESH) is not NotImplemented
         assert new.dtype == q.dtype and new.codes.nbytes == q.codes.nbytes
         np.testing.assert_array_equal(new.materialize(), q.materialize())
     assert fitted(q, P(), MESH) is q
@@ -201,12 +201,12 @@ def test_what_a_type_within_a_weight_cannot_split_is_on_all_devices():
 
 def test_parts_of_views_and_constants_have_their_own_shapes():
     view = quantized(dtype="int8")["att"]["w"]
-    part = part_specs(view, P("data", "model"), MESH)
+    part = shard_specs(view, P("data", "model"), MESH)
     assert part.axes == (((32, 1, 0),), (), ((8, 1, 1),))
     zeros = hki.Zeros(shape=(4, 8))
-    assert part_specs(zeros, P(None, "model"), MESH).shape == (4, 2)
-    assert part_specs(zeros, P("model"), MESH).shape == (1, 8)
-    assert part_specs(zeros, P(("data", "model")), MESH) is NotImplemented
+    assert shard_specs(zeros, P(None, "model"), MESH).shape == (4, 2)
+    assert shard_specs(zeros, P("model"), MESH).shape == (1, 8)
+    assert shard_specs(zeros, P(("data", "model")), MESH) is NotImplemented
 
 
 @dataclasses.dataclass
@@ -242,27 +242,27 @@ class Hooked(Outer, core_ndim=2):
 
 def test_a_declaration_of_axes_splits_a_type():
     w = Declared(jnp.ones((2, 4)), jnp.ones((2, 8)), jnp.ones(2))
-    part = part_specs(w, P("data", None, "model"), MESH)
+    part = shard_specs(w, P("data", None, "model"), MESH)
     assert (part.u, part.v, part.factor) == (P("data", None), P("data", "model"), P("data"))
     assert specs_of({"w": w}, P("data", "model")) == {
         "w/u": ("data", "model"),
         "w/v": ("data", None),
         "w/factor": ("data",),
     }
-    assert part_specs(w, P(None, ("data", "model")), MESH) is NotImplemented  # 4 rows, 8 parts
+    assert shard_specs(w, P(None, ("data", "model")), MESH) is NotImplemented  # 4 rows, 8 parts
     assert fitted(w, P(None, ("data", "model")), MESH) is w
 
 
 def test_a_type_whose_parts_need_more_is_only_placed():
     w = Normed(jnp.ones((2, 4)), jnp.ones((2, 8)), jnp.ones(2))
-    assert part_specs(w, P(None, None, "model"), MESH) is NotImplemented
+    assert shard_specs(w, P(None, None, "model"), MESH) is NotImplemented
     found = specs_of({"w": w}, P("data", "model"))
     assert found == {"w/u": ("data", "model"), "w/v": ("data", None), "w/factor": (None,)}
 
 
 def test_a_hook_from_before_counts_in_other_types_too():
     w = hki.ScaledMatrix(Hooked(jnp.ones(4), jnp.ones(8)), jnp.ones(8), -1)
-    part = part_specs(w, P(None, "model"), MESH)
+    part = shard_specs(w, P(None, "model"), MESH)
     assert (part.matrix.u, part.matrix.v, part.scale) == (P(None), P("model"), P("model"))
 
 
@@ -277,8 +277,8 @@ def test_other_hooks_from_before_are_named():
 
 def test_a_declaration_that_lacks_an_axis_gives_no_parts():
     w = Forgetful(jnp.ones(4), jnp.ones(8), jnp.ones(()))
-    assert part_specs(w, P(None, "model"), MESH) is NotImplemented
-    assert part_specs(w, P("model"), MESH).u == P("model")
+    assert shard_specs(w, P(None, "model"), MESH) is NotImplemented
+    assert shard_specs(w, P("model"), MESH).u == P("model")
 
 
 def test_a_type_with_the_former_hook_is_split_by_it():

@@ -36,7 +36,7 @@ from haiku_implicit.quantized.gpu import pallas
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_products.json"
-DOCUMENTS = (ROOT / "docs" / "quantization_speed.md",)
+DOCUMENTS = (ROOT / "benchmarks" / "results" / "quantized_matmul.md",)
 
 WEIGHTS = (
     ("int8", None),
@@ -212,7 +212,7 @@ def in_turns(functions: Sequence[Callable[[], Any]], turns: int) -> list[list[fl
 
 
 def tables(results: Results) -> dict[str, str]:
-    """Returns Markdown tables by their names in `docs/quantization_speed.md`."""
+    """Returns Markdown tables by their names in `benchmarks/results/quantized_matmul.md`."""
     about = results["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     header = ["weight", "size", "rows", "dense, µs", "kernel", "XLA, in blocks", "XLA, fused"]

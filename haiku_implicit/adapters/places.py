@@ -1,4 +1,4 @@
-"""Corrections of a few numbers at places of a matrix: `SHiRA`, `FourierFT`, and their operators."""
+"""Corrections of a few numbers at positions in a matrix: `SHiRA`, `FourierFT`, and their operators."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -60,15 +60,15 @@ def _places(
 
 @dataclasses.dataclass
 class AtPlaces(Operator, linear_in="values"):
-    """The base of operators made of a few numbers at places of a matrix.
+    """The base of operators made of a few numbers at positions in a matrix.
 
     Attributes:
       values: `[..., k]`.
-      row, column: `[..., k]` integers, the places of the values; values at one place are added.
+      row, column: `[..., k]` integers, the positions of the values; values at one position are added.
       shape_of_matrix: `(n, m)`.
 
     Raises:
-      ValueError: for a place outside of the matrix, if places are known (they are not while JAX
+      ValueError: for a position outside of the matrix, if positions are known (they are not while JAX
         traces).
     """
 
@@ -117,8 +117,8 @@ class Fourier(AtPlaces):
     """The real part of the inverse Fourier transform of a sparse matrix, in both axes.
 
     A product takes three steps, and none makes the dense matrix: it transforms the rows of `x`,
-    multiplies by the coefficients, and transforms the sums. The places are frequencies, along rows and
-    columns, and the values real coefficients.
+    multiplies by the coefficients, and transforms the sums. The positions are frequencies, along rows
+    and columns, and the values real coefficients.
     """
 
     def times(self, x: jax.Array) -> jax.Array:
@@ -147,7 +147,7 @@ class Fourier(AtPlaces):
 
 @dataclasses.dataclass
 class Corrected(Adapter, method=""):
-    """The base of adapters with a few numbers at places of a matrix as their correction."""
+    """The base of adapters with a few numbers at positions in a matrix as their correction."""
 
     values: Array
     row: Array = dataclasses.field(metadata=FROZEN)
@@ -160,14 +160,14 @@ class Corrected(Adapter, method=""):
 
 @dataclasses.dataclass
 class SHiRA(Corrected):
-    """The weight `w + delta`, with a `delta` that is zero except in a few places.
+    """The weight `w + delta`, with a `delta` that is zero except at a few positions.
 
-    After Bhardwaj et al. 2024, arXiv:2406.13175, with random places (the paper's SHiRA-Rand).
+    After Bhardwaj et al. 2024, arXiv:2406.13175, with random positions (the paper's SHiRA-Rand).
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
       values: `[..., k]`; zeros at first.
-      row, column: `[..., k]`, the places of the values.
+      row, column: `[..., k]`, the positions of the values.
     """
 
     @classmethod
@@ -190,13 +190,13 @@ class SHiRA(Corrected):
 class FourierFT(Corrected):
     """The weight `w + scale * Re(ifft2(spectrum))` (Gao et al. 2024, arXiv:2405.03003).
 
-    The spectrum is zero except in a few places. Products transform the inputs and the outputs, so they
-    never make the dense correction.
+    The spectrum is zero except at a few positions. Products transform the inputs and the outputs, so
+    they never make the dense correction.
 
     Attributes:
       w: `[..., n, m]`, the frozen weight.
       values: `[..., k]`, the coefficients; zeros at first.
-      row, column: `[..., k]`, their random places in the spectrum.
+      row, column: `[..., k]`, their random positions in the spectrum.
       scale: `[...]`; None for 1.
     """
 

@@ -13,7 +13,7 @@ from haiku_implicit.core.array import ImplicitArray, IncompleteError
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.typing import Array, Params
 
-# The place of the bank in a tree of parameters.
+# The module and name of the bank in a tree of parameters.
 MODULE, NAME = "vblora_bank", "vectors"
 
 

@@ -14,7 +14,7 @@ from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, dense_struct, flatten, num_batch_axes
 from haiku_implicit.core.dispatch import named, primitive_handler
-from haiku_implicit.core.sharding import is_spec, part_specs
+from haiku_implicit.core.sharding import is_spec, shard_specs
 from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Primitive, Result
 
 
@@ -45,8 +45,8 @@ def _reaches_all(params: EqnParams) -> bool:
 
 
 @primitive_handler("all_gather")
-def gather_parts(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
-    """Gathers the parts of each leaf along the leaf's axis that the type splits with the array's axis.
+def gather_shards(primitive: Primitive, x: ImplicitArray, **params: EqnParam) -> Result:
+    """Gathers the shards of each leaf along the leaf's axis that the type splits with the array's axis.
 
     Gathers into a new axis (`tiled=False`) if it is one of the batch axes, which all leaves have.
     """
@@ -78,7 +78,7 @@ def _result(primitive: Primitive, x: ImplicitArray, params: EqnParams) -> Any:
 
 
 def _axes_of_leaves(x: ImplicitArray, axis: int, names: tuple[Any, ...]) -> list[int | None] | None:
-    """The axis along which each leaf is split with the array; None for leaves that all parts share.
+    """The axis along which each leaf is split with the array; None for leaves that all shards have.
 
     Returns None if the type cannot be split so, or if devices may differ in a shared leaf: JAX knows
     whether a leaf varies over the devices, except with `check_vma=False`.
@@ -88,25 +88,25 @@ def _axes_of_leaves(x: ImplicitArray, axis: int, names: tuple[Any, ...]) -> list
         return None
     leaves = jax.tree.leaves(x)
     known = any(compat.varying(y).issuperset(names) for y in leaves)
-    axes = [list(spec).index(_PARTS) if _PARTS in spec else None for spec in specs]
+    axes = [list(spec).index(_SHARDS) if _SHARDS in spec else None for spec in specs]
     shared = [y for y, at in zip(leaves, axes, strict=True) if at is None]
     same = known and not any(compat.varying(y).intersection(names) for y in shared)
     return axes if same or not shared else None
 
 
-_PARTS = "parts"
+_SHARDS = "shards"
 
 
 def _split(x: ImplicitArray, axis: int, count: int) -> list[PartitionSpec] | None:
-    """The partition specs of the leaves if an axis of the array is split into `count` parts."""
-    mesh = compat.auto_mesh([count], [_PARTS])
-    specs = part_specs(x, PartitionSpec(*[None] * axis, _PARTS), mesh)
+    """The partition specs of the leaves if an axis of the array is split into `count` shards."""
+    mesh = compat.auto_mesh([count], [_SHARDS])
+    specs = shard_specs(x, PartitionSpec(*[None] * axis, _SHARDS), mesh)
     return None if specs is NotImplemented else jax.tree.leaves(specs, is_leaf=is_spec)
 
 
-def _is_made_of(new: ImplicitArray, part: ImplicitArray, axis: int) -> bool:
-    """Whether the type splits the gathered array into the parts that it was gathered from."""
-    return _split(new, axis, new.shape[axis] // part.shape[axis]) == _split(part, axis, 1)
+def _is_made_of(new: ImplicitArray, shard: ImplicitArray, axis: int) -> bool:
+    """Whether the type splits the gathered array into the shards that it was gathered from."""
+    return _split(new, axis, new.shape[axis] // shard.shape[axis]) == _split(shard, axis, 1)
 
 
 # --- constants -----------------------------------------------------------------------------------

@@ -444,7 +444,7 @@ def gather_rows(primitive: Primitive, w: LoRA, ids: jax.Array, **params: EqnPara
         own["fill_value"] = 0
     t = primitive.bind(taken, ids, **own)
 
-    # The places of the operand's axes in `t`: sliced axes at the offsets, batch axes elsewhere.
+    # The positions of the operand's axes in `t`: sliced axes at the offsets, batch axes elsewhere.
     offsets = [int(i) for i in d.offset_dims]
     place = dict(zip(sorted(sliced), offsets, strict=True))
     index_axes = [i for i in range(t.ndim) if i not in offsets]

@@ -45,8 +45,8 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
       axis: the scaled axis of the matrix, -2 or -1.
 
     Raises:
-      ValueError: if the shapes do not fit together, or for another axis.
-      TypeError: if a part is not of a floating dtype.
+      ValueError: if the shapes do not fit together, or for an axis other than -1 and -2.
+      TypeError: if `matrix` or `scale` is not of a floating dtype.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki

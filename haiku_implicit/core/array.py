@@ -66,11 +66,11 @@ class ImplicitArray(abc.ABC):
       field_axes: of the class: which axis of a field is which axis of the tensor, so that a mesh of
         devices can split both. For each field a letter for each of its axes after the batch axes: 'm'
         for the tensor's last axis, 'n' for the one before, then 'l', 'k', ...; '.' for an axis of the
-        field's own. (An upper-case letter: if its length is 1, all parts have it whole.) A field that
+        field's own. (An upper-case letter: if its length is 1, all shards have it whole.) A field that
         is not named has all axes of the tensor if it has its shape and dtype, and only batch axes
         otherwise. None (the default): only fields with the tensor's shape and dtype are split, and
         `jax.shard_map` makes the array dense.
-      separable: of the class: whether a part of the tensor depends only on the same parts of its
+      separable: of the class: whether a shard of the tensor depends only on the same shards of its
         fields. If not, `jax.shard_map` makes the array dense, and fields that are neither named nor
         like the tensor are whole on each device. True by default.
 
@@ -226,12 +226,12 @@ class ImplicitArray(abc.ABC):
         return stacked
 
     def as_part(self, counts: Sequence[int]) -> Array:
-        """Returns this array with the static fields of one part, for leaves that are cut separately.
+        """Returns this array with the static fields of one shard, for leaves that are cut separately.
 
         Override this method if static fields other than an explicit shape describe lengths.
 
         Args:
-          counts: the number of parts along each axis.
+          counts: the number of shards along each axis.
 
         Returns:
           The array, or `NotImplemented` if it can't be cut like this.
@@ -248,7 +248,7 @@ class ImplicitArray(abc.ABC):
         """Returns the same values in a form whose fields can be cut, such as one with smaller groups.
 
         Args:
-          counts: the number of parts along each axis.
+          counts: the number of shards along each axis.
 
         Returns:
           An array of this type, or this array if no form can be cut; `NotImplemented` (the default) if
@@ -537,7 +537,7 @@ def has_symbolic_shape(x: Any) -> bool:
 def known_struct(x: Array) -> jax.ShapeDtypeStruct | None:
     """The shape and dtype of an implicit array, or None if its fields do not determine them.
 
-    They do not in a part that `partition` returns, nor in many optimizer states.
+    They do not in a half that `partition` returns, nor in many optimizer states.
     """
     try:
         return jax.ShapeDtypeStruct(tuple(x.shape), np.dtype(x.dtype))
@@ -566,7 +566,7 @@ def dense_struct(x: Array) -> jax.ShapeDtypeStruct:
 
 
 class IncompleteError(AttributeError, ValueError):
-    """Raised for an array that lacks fields, such as one of the two parts that `partition` returns.
+    """Raised for an array that lacks fields, such as one of the halves that `partition` returns.
 
     It is an `AttributeError`, so that `hasattr(x, "shape")` is False.
     """
@@ -637,15 +637,15 @@ def check_values(name: str, x: Any, error: Exception | None = None) -> None:
 
 
 def check_no_half(name: str, x: Any) -> None:
-    """Raises for a part of an implicit array."""
+    """Raises for a half of an implicit array, as `partition` returns it."""
     if is_implicit(x) and known_struct(x) is None:
         raise a_half(name, x)
 
 
 def a_half(name: str, x: Any) -> ValueError:
-    """The error for a parameter that is only a part of an implicit array."""
+    """The error for a parameter that is a half of an implicit array."""
     return ValueError(
-        f"{name}: a part of {type(x).__name__}, as in one of the halves that partition returns. "
+        f"{name}: a half of {type(x).__name__}, as partition returns it. "
         "Put both together first: haiku_implicit.combine(trained, frozen)"
     )
 
@@ -653,8 +653,8 @@ def a_half(name: str, x: Any) -> ValueError:
 def _incomplete(x: ImplicitArray, empty: Sequence[str], lost: str) -> IncompleteError:
     is_none = f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} None"
     return IncompleteError(
-        f"{type(x).__name__}: {is_none}, {lost}. If this is one of the two parts that "
-        "haiku_implicit.partition gives, put them together again: haiku_implicit.combine"
+        f"{type(x).__name__}: {is_none}, {lost}. If this is one of the halves that "
+        "haiku_implicit.partition returns, put them together again: haiku_implicit.combine"
     )
 
 

@@ -28,7 +28,7 @@ from haiku_implicit.core.sharding import axis_names
 from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Primitive, Result
 
 # Parameters with one entry per axis, by the entry that leaves an axis unchanged: a number, the length
-# of the axis, or its place in the result.
+# of the axis, or its position in the result.
 _NUMBERS = {"start_indices": 0, "strides": 1, "reps": 1}
 _LENGTHS = ("limit_indices", "slice_sizes", "new_sizes", "shape")
 _PLACES = ("permutation", "broadcast_dimensions", "offset_dims")
@@ -47,7 +47,7 @@ def _params_of_leaf(params: EqnParams, own: Sequence[int], core: int, first: int
       params: the parameters for the array.
       own: the shape of the leaf without batch axes.
       core: the number of axes of the array that are not batch axes.
-      first: the place of the first axis after the batch axes, in the result.
+      first: the position of the first axis after the batch axes, in the result.
     """
 
     def adapted(name: str, entries: Sequence[int]) -> tuple[int, ...]:

@@ -227,7 +227,7 @@ def interpreted_again(operands: Operands, params: EqnParams) -> list[Array]:
 
 
 def _with(values: Sequence[Array], places: Sequence[int], new: Sequence[Array]) -> list[Array]:
-    """Returns a copy of the values with new ones at these places."""
+    """Returns a copy of the values with new ones at these positions."""
     mixed = list(values)
     for i, value in zip(places, new, strict=True):
         mixed[i] = value

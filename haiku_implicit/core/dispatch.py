@@ -138,7 +138,7 @@ def _read(rule: Rule, precedence: int) -> Method:
 
 
 def _rules_of(primitive: Primitive) -> list[Method]:
-    """The rules of a primitive. A later rule takes the place of an earlier one for the same types."""
+    """The rules of a primitive. A later rule replaces an earlier one for the same types."""
     with _reading:
         methods, unread = _rules.setdefault(primitive, []), _unread.get(primitive, [])
         while unread:

@@ -67,7 +67,7 @@ class Materialization:
 
     @property
     def place(self) -> tuple[str, str, str, int]:
-        """The primitive, type, file and line, which all events of one place share."""
+        """The primitive, type, file and line, which events of one kind share."""
         return (self.primitive, self.type_name, self.file, self.line)
 
     @property
@@ -109,9 +109,9 @@ Event = Materialization | Remark
 
 
 class MaterializationReport:
-    """The arrays that were materialized while `materialization_report()` was active, by place.
+    """The arrays that were materialized while `materialization_report()` was active, by source line.
 
-    Iterating gives `(event, count)` for each place; `str()` is a table, largest first.
+    Iterating gives `(event, count)` for each line; `str()` is a table, largest first.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class MaterializationReport:
 
     @property
     def count(self) -> int:
-        """The number of arrays that were materialized, in all places together."""
+        """The number of arrays that were materialized, in all lines together."""
         return sum(n for _, n in self)
 
     @property
@@ -197,7 +197,7 @@ def materialization(policy: Policy) -> Iterator[None]:
         `MaterializationError`.
 
     Raises:
-      ValueError: for any other policy.
+      ValueError: for a policy other than these three.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -276,7 +276,7 @@ def replay(events: Sequence[Event], of_library: bool = False) -> None:
     Args:
       events: the recorded events.
       of_library: whether the sub-jaxpr belongs to a library (`jnp.clip`, a rule), which all callers
-        share. Its tracebacks name the first caller, so the events get the place of the current
+        share. Its tracebacks name the first caller, so the events get the line of the current
         equation.
     """
     if not events:
@@ -346,7 +346,7 @@ _MOST_TEXTS = 10_000
 
 def _warn_once(event: Materialization) -> None:
     # Python warns once for each text and line. The text names the Haiku module, which differs from
-    # call to call, so all events of one place use the text of the first one.
+    # call to call, so all events of one line use the text of the first one.
     if len(_texts) > _MOST_TEXTS:
         _texts.clear()
         _registry.clear()

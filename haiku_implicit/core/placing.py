@@ -24,7 +24,7 @@ from haiku_implicit.core.sharding import (
     names_in,
     names_in_entry,
     padded_spec,
-    part_specs,
+    shard_specs,
 )
 from haiku_implicit.core.structure import same_dense
 from haiku_implicit.core.typing import Array, EqnParams, MeshLike, Primitive
@@ -93,12 +93,12 @@ def shard_map(operands: Operands, params: EqnParams) -> list[Array]:
     mesh, jaxpr = params["mesh"], params["jaxpr"]
     split = [_split(x, s, mesh) for x, s in zip(operands, params["in_specs"], strict=True)]
     leaves = jax.tree.leaves([x for x, _ in split])
-    specs_of, treedef = jax.tree.flatten([part for _, part in split], is_leaf=is_spec)
+    specs_of, treedef = jax.tree.flatten([shard for _, shard in split], is_leaf=is_spec)
 
     def mapped(results: Callable[[list[Any], list[Any]], Any], out_specs: Any) -> Any:
         def body(*local: Array) -> Any:
-            parts = jax.tree.unflatten(treedef, local)
-            return results(parts, interpret(jaxpr, (), parts))
+            shards = jax.tree.unflatten(treedef, local)
+            return results(shards, interpret(jaxpr, (), shards))
 
         if AxisType.Manual in mesh.axis_types:
             # Inside another `shard_map`, JAX can save operands for a backward pass, but no values that
@@ -114,7 +114,7 @@ def shard_map(operands: Operands, params: EqnParams) -> list[Array]:
         )
 
     specs = list(params["out_specs"])
-    pairs = [(x, jax.tree.leaves(part, is_leaf=is_spec)) for x, part in split]
+    pairs = [(x, jax.tree.leaves(shard, is_leaf=is_spec)) for x, shard in split]
     like = _results_like_operands(mapped, leaves, pairs, params)
 
     def results(_: Any, out: list[Array]) -> list[Any]:
@@ -149,10 +149,10 @@ def _results_like_operands(
     if not candidates:
         return like
 
-    def results(parts: list[Any], out: list[Array]) -> list[Any]:
+    def results(shards: list[Any], out: list[Array]) -> list[Any]:
         for k, y in enumerate(out):
             for i in candidates:
-                if params["in_specs"][i] == specs[k] and _same_leaves(parts[i], y):
+                if params["in_specs"][i] == specs[k] and _same_leaves(shards[i], y):
                     like[k] = i
         return [materialize_array(y) if is_implicit(y) else y for y in out]
 
@@ -181,16 +181,16 @@ def _same_leaves(a: Array, b: Array) -> bool:
 
 
 def _split(x: Array, spec: PartitionSpec, mesh: MeshLike) -> tuple[Any, Any]:
-    """Returns an operand in a form that can be split, and its part on one device, with specs."""
+    """Returns an operand in a form that can be split, and its shard on one device, with specs."""
     if not is_implicit(x):
         return x, spec
     x = fitted(_without_explicit_cuts(x, spec, mesh), spec, mesh)
-    part = part_specs(x, spec, mesh)
-    return (densify(x, "shard_map"), spec) if part is NotImplemented else (x, part)
+    shard = shard_specs(x, spec, mesh)
+    return (densify(x, "shard_map"), spec) if shard is NotImplemented else (x, shard)
 
 
 def _without_explicit_cuts(x: ImplicitArray, spec: PartitionSpec, mesh: MeshLike) -> ImplicitArray:
-    """Replicates an operand over explicit axes if they cannot split its parts again.
+    """Replicates an operand over explicit axes if they cannot split its shards again.
 
     These are axes that the `shard_map` does not map over; arrays in its body keep their splits by them.
     """
@@ -201,7 +201,7 @@ def _without_explicit_cuts(x: ImplicitArray, spec: PartitionSpec, mesh: MeshLike
         (*names_in_entry(own), *(n for n in names_in_entry(other) if n not in names_in(spec)))
         for own, other in zip(*(padded_spec(s, x.ndim) for s in (spec, explicit.spec)), strict=True)
     ]
-    if part_specs(x, PartitionSpec(*entries), mesh) is not NotImplemented:
+    if shard_specs(x, PartitionSpec(*entries), mesh) is not NotImplemented:
         return x
     whole = NamedSharding(explicit.mesh, PartitionSpec())
     return jax.tree.map(lambda leaf: in_type(leaf, whole), x)

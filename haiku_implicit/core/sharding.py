@@ -59,8 +59,8 @@ def leaf_places(x: Array, place: Any) -> Any:
 def leaf_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
     """Returns the specs of an implicit array's leaves, for XLA to keep the dense array split by `spec`.
 
-    XLA computes with whole arrays, so a part need not be an array of the type: each leaf is split along
-    each axis that can be cut evenly.
+    XLA computes with whole arrays, so a shard need not be an array of the type: each leaf is split
+    along each axis that can be cut evenly.
 
     Args:
       x: an implicit array.
@@ -70,7 +70,7 @@ def leaf_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
     Returns:
       A list of specs, or `NotImplemented` if no leaf would be split.
     """
-    found = part_specs(x, spec, mesh)
+    found = shard_specs(x, spec, mesh)
     if found is not NotImplemented:
         return jax.tree.leaves(found, is_leaf=is_spec)
     if x.as_part(_counts(spec, x.ndim, mesh)) is NotImplemented:
@@ -83,11 +83,11 @@ def leaf_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
         return [PartitionSpec()] * len(jax.tree.leaves(y)) if found is NotImplemented else found
 
     specs = jax.tree.leaves(_with_specs(x, of_leaves, spec, mesh), is_leaf=is_spec)
-    return specs if any(map(names_in, specs)) or _has_parts(x) else NotImplemented
+    return specs if any(map(names_in, specs)) or _has_shards(x) else NotImplemented
 
 
-def part_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
-    """Returns how leaves are split so that each device has a part of the type, as in `jax.shard_map`.
+def shard_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
+    """Returns how leaves are split so that each device has a shard of the type, as in `jax.shard_map`.
 
     Args:
       x: an implicit array.
@@ -95,21 +95,21 @@ def part_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
       mesh: the mesh whose axes it names.
 
     Returns:
-      A tree like the part of this array on one device, with a `PartitionSpec` for each leaf. Its static
-      metadata, such as an explicit shape, describes the part. Or `NotImplemented` if the type can't be
-      split like this.
+      A tree like the shard of this array on one device, with a `PartitionSpec` for each leaf. Its
+      static metadata, such as an explicit shape, describes the shard. Or `NotImplemented` if the type
+      can't be split like this.
     """
     if all(entry is None for entry in spec):
         return jax.tree.map(lambda _: PartitionSpec(), x)
     if own_hook := getattr(type(x), "partition_spec", None):  # instead of `field_axes`, as of old
         return own_hook(x, spec, mesh)
-    if not _has_parts(x):
+    if not _has_shards(x):
         return NotImplemented
 
     def of_part(y: Array, own: PartitionSpec) -> Any:
         if is_implicit(y):
-            return part_specs(y, own, mesh)
-        return NotImplemented if _part_shape(np.shape(y), own, mesh) is None else own
+            return shard_specs(y, own, mesh)
+        return NotImplemented if _shard_shape(np.shape(y), own, mesh) is None else own
 
     found = _with_specs(x, of_part, spec, mesh).as_part(_counts(spec, x.ndim, mesh))
     specs, treedef = jax.tree.flatten(found, is_leaf=is_spec)
@@ -117,21 +117,21 @@ def part_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
         return NotImplemented
     pairs = zip(jax.tree.leaves(x), specs, strict=True)
     local = [
-        jax.ShapeDtypeStruct(_part_shape(np.shape(y), own, mesh), jnp.result_type(y))
+        jax.ShapeDtypeStruct(_shard_shape(np.shape(y), own, mesh), jnp.result_type(y))
         for y, own in pairs
     ]
-    is_part = jax.tree.unflatten(treedef, local).shape == _part_shape(x.shape, spec, mesh)
+    is_part = jax.tree.unflatten(treedef, local).shape == _shard_shape(x.shape, spec, mesh)
     return found if is_part else NotImplemented
 
 
 def fitted(x: ImplicitArray, spec: PartitionSpec, mesh: MeshLike) -> Any:
-    """Returns the same values in a form that `part_specs` can split; if it has none, the array."""
-    if part_specs(x, spec, mesh) is not NotImplemented:
+    """Returns the same values in a form that `shard_specs` can split; if it has none, the array."""
+    if shard_specs(x, spec, mesh) is not NotImplemented:
         return x
     counts = _counts(spec, x.ndim, mesh)
     new = x.divided(counts)
     if new is not NotImplemented:
-        return x if part_specs(new, spec, mesh) is NotImplemented else new
+        return x if shard_specs(new, spec, mesh) is NotImplemented else new
     if x.as_part(counts) is NotImplemented:
         return x
     specs = field_specs(x, spec, mesh)
@@ -153,7 +153,7 @@ def field_specs(x: ImplicitArray, spec: PartitionSpec, mesh: MeshLike) -> dict[s
 
     def of_axis(letter: str, length: int) -> Any:
         entry = names.get(letter.lower())
-        shared = letter.isupper() and length == 1 and num_parts(entry, mesh) > 1
+        shared = letter.isupper() and length == 1 and num_shards(entry, mesh) > 1
         return None if shared else entry
 
     def of_field(y: Array, letters: str) -> PartitionSpec:
@@ -178,7 +178,7 @@ def axis_names(count: int) -> str:
 def _with_specs(
     x: ImplicitArray, of: Callable[..., Any], spec: PartitionSpec, mesh: MeshLike
 ) -> Any:
-    """Puts `of(y, own)` in place of each array `y` in a field with the spec `own`."""
+    """Replaces by `of(y, own)` each array `y` in a field with the spec `own`."""
     fields = {
         name: jax.tree.map(functools.partial(of, own=own), getattr(x, name), is_leaf=is_implicit)
         for name, own in field_specs(x, spec, mesh).items()
@@ -190,12 +190,12 @@ def _is_declared(x: ImplicitArray) -> bool:
     return x.separable and x.field_axes is not None
 
 
-def _has_parts(x: ImplicitArray) -> bool:
-    """Whether a type, and each type in it, declares that parts of fields are a part of the array."""
-    if hasattr(type(x), "partition_spec"):  # a type's own hook, which `part_specs` asks
+def _has_shards(x: ImplicitArray) -> bool:
+    """Whether a type, and each type in it, declares that shards of fields are a shard of the array."""
+    if hasattr(type(x), "partition_spec"):  # a type's own hook, which `shard_specs` asks
         return True
     nested = filter(is_implicit, flatten_one_level(x)[0])
-    return _is_declared(x) and all(map(_has_parts, nested))
+    return _is_declared(x) and all(map(_has_shards, nested))
 
 
 def is_spec(x: Any) -> bool:
@@ -217,7 +217,7 @@ def names_in_entry(entry: Any) -> tuple[str, ...]:
 def fitting(spec: PartitionSpec, shape: Sequence[int], mesh: MeshLike) -> PartitionSpec:
     """Returns the spec without the entries that don't cut their axes evenly."""
     pairs = zip(padded_spec(spec, len(shape)), shape, strict=True)
-    return PartitionSpec(*(None if n % num_parts(entry, mesh) else entry for entry, n in pairs))
+    return PartitionSpec(*(None if n % num_shards(entry, mesh) else entry for entry, n in pairs))
 
 
 def in_type(x: Array, sharding: Any) -> Array:
@@ -298,20 +298,20 @@ def padded_spec(spec: PartitionSpec, ndim: int) -> tuple[Any, ...]:
     return (*spec, *[None] * (ndim - len(spec)))
 
 
-def num_parts(entry: Any, mesh: Any) -> int:
-    """The number of parts of an axis with this entry of a partition spec."""
+def num_shards(entry: Any, mesh: Any) -> int:
+    """The number of shards of an axis with this entry of a partition spec."""
     names = names_in(PartitionSpec(entry))  # empty for `PartitionSpec.UNCONSTRAINED`
     return math.prod(mesh.shape[name] for name in names)
 
 
 def _counts(spec: PartitionSpec, ndim: int, mesh: MeshLike) -> list[int]:
-    """The number of parts along each axis."""
-    return [num_parts(entry, mesh) for entry in padded_spec(spec, ndim)]
+    """The number of shards along each axis."""
+    return [num_shards(entry, mesh) for entry in padded_spec(spec, ndim)]
 
 
-def _part_shape(
+def _shard_shape(
     shape: Sequence[int], spec: PartitionSpec, mesh: MeshLike
 ) -> tuple[int, ...] | None:
-    """The shape of one part of an array; None if an axis can't be cut evenly."""
+    """The shape of one shard of an array; None if an axis can't be cut evenly."""
     pairs = list(zip(shape, _counts(spec, len(shape), mesh), strict=True))
     return None if any(n % count for n, count in pairs) else tuple(n // count for n, count in pairs)

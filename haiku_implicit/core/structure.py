@@ -2,7 +2,7 @@
 
 The structure of a value is the value with `jax.ShapeDtypeStruct` for its leaves. A loop's carry and the
 result of a `cond` need a common structure for several values. It is the one with the most implicit
-parts that all of them reach by materializing parts. At worst it is the dense array.
+arrays that all of them reach by materializing others. At worst it is the dense array.
 """
 
 import collections
@@ -40,7 +40,7 @@ def same(a: Array, b: Array) -> bool:
 
 
 def join(a: Array, b: Array) -> Array:
-    """Returns the structure with the most implicit parts that both reach by materializing parts."""
+    """Returns the structure with the most implicit arrays that both reach by materializing others."""
     if same(a, b):
         return a
     if is_implicit(a) and type(a) is type(b):
@@ -62,7 +62,7 @@ def passed_on(jaxpr: Jaxpr, num_consts: int, count: int) -> list[tuple[int, int]
       count: the number of values in the carry.
 
     Returns:
-      Pairs of places in the carry: the value at the first one is at the second one in the next step.
+      Pairs of positions in the carry: the value at the first one is at the second one in the next step.
     """
     places = {v: i for i, v in enumerate(jaxpr.invars[num_consts:][:count])}
     outs = enumerate(jaxpr.outvars[:count])
@@ -72,8 +72,8 @@ def passed_on(jaxpr: Jaxpr, num_consts: int, count: int) -> list[tuple[int, int]
 def spread(carry: Sequence[Array], passes: Sequence[tuple[int, int]]) -> list[Array]:
     """Joins the structure of each value of a carry with the structure of the value that replaces it.
 
-    Each trace of the loop's body would move a change only one place further: if one of `n` values that
-    move on becomes dense, the body would be traced `n` times.
+    Each trace of the loop's body would move a change only one position further: if one of `n` values
+    that move on becomes dense, the body would be traced `n` times.
 
     Args:
       carry: structures.
@@ -94,7 +94,7 @@ def spread(carry: Sequence[Array], passes: Sequence[tuple[int, int]]) -> list[Ar
 
 
 def coerce(x: Array, target: Any, name: str, reason: str = "") -> Array:
-    """Brings a value to a structure, by materializing parts of it.
+    """Brings a value to a structure, by materializing arrays in it.
 
     Args:
       x: a value.
@@ -129,7 +129,7 @@ class Coerce:
     Args:
       targets, name, reason: as for `coerce`. Values beyond the targets stay unchanged.
       meet: whether a value is brought to the `join` of its own structure and the target, and so may
-        have fewer implicit parts than the target.
+        have fewer implicit arrays than the target.
     """
 
     def __init__(self, targets: Sequence[Array], name: str, reason: str = "", meet: bool = False):

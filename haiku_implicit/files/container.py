@@ -237,7 +237,7 @@ def expect(right: bool, where: str, expected: str, found: Any) -> None:
 
     Args:
       right: whether it is.
-      where: its place, for the error.
+      where: the file and the key, for the error.
       expected: what is expected there.
       found: the value.
     """

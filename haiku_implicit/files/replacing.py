@@ -50,7 +50,7 @@ def check_folder(given: str, folder: str) -> None:
 
 @contextlib.contextmanager
 def naming_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors of the system name `path` in place of the temporary file next to it."""
+    """Errors of the system name `path` instead of the temporary file next to it."""
     try:
         yield
     except OSError as e:

@@ -57,7 +57,7 @@ def from_ggml(
       A quantized weight with as many bytes, and groups along `axis`.
 
     Raises:
-      ValueError: for another kind, or bytes that are not whole blocks.
+      ValueError: for an unknown kind, or bytes that are not whole blocks.
 
     Example:
       >>> import numpy as np
@@ -132,8 +132,8 @@ def to_ggml(weight: Array, kind: Any, *, axis: int = -2) -> np.ndarray:
 
     Raises:
       ImportError: if the package `gguf` is needed to quantize, and missing.
-      ValueError: for another kind, rows that are not whole blocks, numbers that are not finite or too
-        large for float16.
+      ValueError: for an unknown kind, rows that are not whole blocks, numbers that are not finite or
+        too large for float16.
 
     Example:
       >>> import jax, haiku_implicit as hki

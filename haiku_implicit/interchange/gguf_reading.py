@@ -62,9 +62,10 @@ def load_gguf(
 
     Raises:
       haiku_implicit.CheckpointError: a `ValueError`: for a file that is truncated or damaged, has
-        tensors of unsupported types (it names all except those that `names` leaves out), is a part of a
-        model whose other parts are missing, or has parameters that differ from `like`.
-      ValueError: for a tensor without a place, two tensors at one place, or a place that does not fit.
+        tensors of unsupported types (it names all except those that `names` leaves out), is one of
+        several files of a model of which others are missing, or has parameters that differ from `like`.
+      ValueError: for a tensor that `names` does not know, two tensors for one parameter, or a place
+        that does not fit.
       ImportError: without the package `gguf`.
       OSError: if the file can't be read.
 
@@ -135,7 +136,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
 
     Raises:
       haiku_implicit.CheckpointError: a `ValueError`: if it is not a GGUF file, is truncated or damaged,
-        or is a part of a model whose other parts are missing.
+        or is one of several files of a model of which others are missing.
       ImportError: without the package `gguf`.
       OSError: if the file can't be read.
     """

@@ -66,9 +66,9 @@ def save_gguf(
 
     Raises:
       ImportError: without the package `gguf`.
-      ValueError: for an adapter; a parameter or a tensor that `names` does not know; a kind that is
-        unknown, missing, or whose blocks do not fit; metadata without an architecture. It is raised
-        before anything is written.
+      ValueError: for a weight with an adapter; a parameter or a tensor that `names` does not know; a
+        kind that is unknown, missing, or whose blocks do not fit; metadata without an architecture. It
+        is raised before anything is written.
       OSError: if a file can't be read or written.
 
     Example:

@@ -77,7 +77,7 @@ def quantized(name: str, tensors: Tensors, where: str, own: Mapping[str, Any]) -
     Args:
       name: the name of the method.
       tensors: the tensors of the checkpoint.
-      where: the place of the configuration, for errors.
+      where: the file of the configuration, for errors.
       own: the configuration.
     """
     config, method = Config(where, own), METHODS[name]

@@ -72,8 +72,8 @@ def load_hugging_face(
     Raises:
       haiku_implicit.CheckpointError: a `ValueError`: for files that are missing, truncated, damaged or
         quantized in an unsupported way, and for parameters that differ from `like`.
-      ValueError: for a tensor without a place, two tensors at one place, a place that does not fit, or
-        a weight that a `QuantizedMatrix` can't hold and `dequantize` does not choose.
+      ValueError: for a tensor that `names` does not know, two tensors for one parameter, a place that
+        does not fit, or a weight that a `QuantizedMatrix` can't hold and `dequantize` does not choose.
       OSError: if a file can't be read.
 
     Example:

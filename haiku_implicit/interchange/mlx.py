@@ -26,7 +26,7 @@ def quantized(tensors: Tensors, where: str, config: Mapping[str, Any]) -> list[S
 
     Args:
       tensors: the tensors of the checkpoint.
-      where: the place of the configuration, for errors.
+      where: the file of the configuration, for errors.
       config: `group_size`, `bits`, `mode`, and the same keys for single modules under their names.
     """
     modules = [x.removesuffix(".scales") for x in tensors.files if x.endswith(".scales")]

@@ -162,7 +162,7 @@ def read_names(path: str | os.PathLike[str]) -> Callable[[str], Places]:
         and `shape` are optional); or a list of places.
 
     Raises:
-      haiku_implicit.CheckpointError: a `ValueError`: if it is not such an object.
+      haiku_implicit.CheckpointError: a `ValueError`: if the file does not hold such an object.
       OSError: if the file can't be read.
 
     Example:

@@ -87,7 +87,7 @@ class Config:
     """A `quantization_config` with only known keys.
 
     Args:
-      where: the place of the configuration, for errors.
+      where: the file of the configuration, for errors.
       config: its JSON.
 
     Raises:

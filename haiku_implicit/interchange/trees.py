@@ -70,8 +70,8 @@ def tree_of(
 
     Raises:
       CheckpointError: if the parameters differ from `like`.
-      ValueError: for a `dtype` that is not floating, a tensor without a place in `names`, two at one
-        place, or a place that does not fit the tensor.
+      ValueError: for a `dtype` that is not floating, a tensor that `names` does not know, two
+        for one parameter, or a place that does not fit the tensor.
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(

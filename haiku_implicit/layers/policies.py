@@ -51,7 +51,7 @@ def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
       The policy, or the function that makes it.
 
     Raises:
-      ValueError: for another name. (EasyDeL's code raises a bare KeyError.)
+      ValueError: for an unknown name. (EasyDeL's code raises a bare KeyError.)
 
     Example:
       >>> import jax, jax.numpy as jnp, haiku_implicit as hki
@@ -83,7 +83,7 @@ def get_dot_general_by_bits(
       like `jax.lax.dot_general` ('convert': a function of a weight). Without bits, an empty dict.
 
     Raises:
-      ValueError: for other numbers of bits, or another mode, immediately.
+      ValueError: for an unknown number of bits or mode, immediately.
 
     Example:
       >>> import jax.numpy as jnp

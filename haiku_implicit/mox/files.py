@@ -92,7 +92,7 @@ def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:
         classes of modules, which `select` then finds. `hk.LSTMState` is known.
 
     Raises:
-      ValueError: if the file is not a valid module expression; the error names the place in the file.
+      ValueError: if the file is not a valid module expression; the error says where in the file.
       OSError: if the file can't be read.
     """
     types = [types] if isinstance(types, type) else list(types)

@@ -86,7 +86,7 @@ def make_mox(transformed: Any) -> Callable[..., Any]:
       arguments.
 
     Raises:
-      TypeError: if `transformed` is anything else.
+      TypeError: if `transformed` is not a transformed function.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp

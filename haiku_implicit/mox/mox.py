@@ -32,7 +32,7 @@ class Mox(Program):
         """Finds nodes of the tree by XPath, in the order in which they run.
 
         A call of a module is an element `module_call` with the attributes `type` (its class), `name`
-        (the last part of its path), `path` (the full path, as in the parameters, also in stacks of
+        (the last name of its path), `path` (the full path, as in the parameters, also in stacks of
         layers), `method`, `inputs`, `outputs`, and the arguments of its constructor. An equation is an
         element named after its primitive, with its parameters as attributes; an equation that calls a
         function also has the `name` of the function. False and None are left out, so `[@with_bias]` and
@@ -216,7 +216,7 @@ class Mox(Program):
           what: a class of modules, or a function of a node that returns whether to choose it.
 
         Raises:
-          TypeError: if `what` is anything else.
+          TypeError: if `what` is neither a class nor a function.
 
         Example:
           >>> import haiku as hk, jax.numpy as jnp
@@ -499,7 +499,7 @@ class Mox(Program):
 
         Args:
           where: calls of modules, as for `sub`. All calls of one module get the same name.
-          name: the new last part of the path, the whole new path, or a function of the old path.
+          name: the new last name of the path, the whole new path, or a function of the old path.
 
         Raises:
           ValueError: if two modules would have the same name.

@@ -18,16 +18,17 @@ from haiku_implicit.core.sharding import (
     fitting,
     leaf_specs,
     names_in,
-    num_parts,
+    num_shards,
     padded_spec,
-    part_specs,
+    shard_specs,
 )
 from haiku_implicit.core.transform import tree_flatten_with_implicit
 from haiku_implicit.core.typing import Array, MeshLike, Params, Tree
 from haiku_implicit.params.trees.selection import describe
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
-# One spec for all; a tree of specs, or a prefix of one; or rules, the first match of which counts.
+# One spec for all; a tree of specs, or a prefix of one; or pairs of a pattern and a spec, of which the
+# first match counts.
 Specs = Any
 
 
@@ -44,12 +45,12 @@ def shardings(params: Params, specs: Specs, mesh: MeshLike) -> Tree:
     Args:
       params: parameters, dense or implicit, arrays or `jax.ShapeDtypeStruct`; or another tree of such
         arrays, such as an optimizer's state. (LoRA's factors are split in the same way without their
-        weight; other parts of implicit arrays are replicated. `optimizer.init` of placed parameters
+        weight; other fields of implicit arrays are replicated. `optimizer.init` of placed parameters
         gives a placed state.)
       specs: one `PartitionSpec` for all; or a tree of them, like `params` or a prefix of it, with one
-        for an implicit array and None for a replicated array; or rules `[(pattern, spec), ...]`. The
-        first rule counts whose regular expression matches the whole path, the keys of the tree joined
-        by `/`. (A rule without a match is not an error: one list may serve several models.)
+        for an implicit array and None for a replicated array; or pairs `[(pattern, spec), ...]`. The
+        first pair counts whose regular expression matches the whole path, the keys of the tree joined
+        by `/`. (A pattern without a match is not an error: one list may serve several models.)
       mesh: a `jax.sharding.Mesh`, or an abstract one.
 
     Returns:
@@ -57,8 +58,8 @@ def shardings(params: Params, specs: Specs, mesh: MeshLike) -> Tree:
       or a string.
 
     Raises:
-      ValueError: for a parameter that no rule matches, whose spec has too many axes, or that can't be
-        split by its spec. The error names the parameter, its axis, and the number of shards.
+      ValueError: for a parameter that no pattern matches, whose spec has too many axes, or that can't
+        be split by its spec. The error names the parameter, its axis, and the number of shards.
       TypeError: for another kind of mesh, or of specs.
 
     Example:
@@ -99,7 +100,8 @@ def place(params: Params, specs: Specs, mesh: MeshLike) -> Tree:
       The parameters on the mesh. (`jax.tree.map(lambda x: x.sharding, placed)` shows the shardings.)
 
     Raises:
-      ValueError: for a parameter that no rule matches, or a spec with axes that it or the mesh lacks.
+      ValueError: for a parameter that no pattern matches, or a spec with axes that it or the mesh
+        lacks.
       TypeError: for another kind of mesh, or of specs.
 
     Example:
@@ -165,7 +167,7 @@ def _specs_of(paths: Sequence[str], params: Params, specs: Specs) -> list[Partit
     if isinstance(specs, PartitionSpec):
         return [specs] * len(paths)
     if isinstance(specs, list) and all(isinstance(x, tuple) and len(x) == 2 for x in specs):
-        return _by_rules(paths, specs)
+        return _by_patterns(paths, specs)
 
     def repeated(spec: PartitionSpec, below: Any) -> Any:
         return [spec] * len(tree_flatten_with_implicit(below)[0])
@@ -176,7 +178,7 @@ def _specs_of(paths: Sequence[str], params: Params, specs: Specs) -> list[Partit
     except ValueError as e:
         said = " ".join(str(e).split())
         raise ValueError(
-            "specs: expected a PartitionSpec, a tree like params or a prefix of it, or a list of rules "
+            "specs: expected a PartitionSpec, a tree like params or a prefix of it, or a list of pairs "
             f"[(pattern, spec), ...]: {said:.500}"
         ) from e
     found = jax.tree.leaves(nested, is_leaf=is_spec)
@@ -193,22 +195,22 @@ def _checked(path: str, spec: Any) -> PartitionSpec:
     return spec
 
 
-def _by_rules(paths: Sequence[str], rules: Sequence[tuple[Any, Any]]) -> list[PartitionSpec]:
-    """The spec of each array, from the first rule that matches its path."""
+def _by_patterns(paths: Sequence[str], pairs: Sequence[tuple[Any, Any]]) -> list[PartitionSpec]:
+    """The spec of each array, from the first pattern that matches its path."""
     try:
-        compiled_rules = [(compiled("specs", pattern), spec) for pattern, spec in rules]
+        compiled_pairs = [(compiled("specs", pattern), spec) for pattern, spec in pairs]
     except (ValueError, TypeError) as e:
         raise ValueError(
             "specs: expected pairs of a regular expression and a PartitionSpec, got the patterns "
-            f"{[pattern for pattern, _ in rules]!r}: {e}"
+            f"{[pattern for pattern, _ in pairs]!r}: {e}"
         ) from e
     found = []
     for path in paths:
-        own = [spec for pattern, spec in compiled_rules if pattern.fullmatch(path)]
+        own = [spec for pattern, spec in compiled_pairs if pattern.fullmatch(path)]
         if not own:
-            known = ", ".join(repr(pattern) for pattern, _ in rules)
+            known = ", ".join(repr(pattern) for pattern, _ in pairs)
             raise ValueError(
-                f"{path}: no rule matches this whole path, of {known}. A last rule "
+                f"{path}: no pattern matches this whole path, of {known}. A last pair "
                 "('.*', PartitionSpec()) replicates what is left"
             )
         found.append(_checked(path, own[0]))
@@ -231,7 +233,7 @@ def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> No
 def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> str | None:
     """The reason that an axis can't be cut evenly, in words; None if all axes can."""
     for axis, (length, entry) in enumerate(zip(shape, padded_spec(spec, len(shape)), strict=True)):
-        if length % (count := num_parts(entry, mesh)):
+        if length % (count := num_shards(entry, mesh)):
             return f"axis {axis}, of length {length}, can't be cut into {count} shards of one size"
     return None
 
@@ -239,7 +241,7 @@ def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> str | None:
 def _placed(path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: list[str]) -> Array:
     """The shardings of an array's leaves, in the structure of the array."""
     if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
-        return _of_part(x, spec, mesh)
+        return _of_half(x, spec, mesh)
     if not hasattr(x, "shape"):  # a number of steps, or a string
         return None
     what = f"{path}: {describe(x)}"
@@ -256,7 +258,7 @@ def _placed(path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: lis
             f"{what}: {spec}: {type(x).__name__} can't be split so. PartitionSpec() replicates it, as "
             "haiku_implicit.place does"
         )
-    exact = part_specs(x, spec, mesh) is not NotImplemented
+    exact = shard_specs(x, spec, mesh) is not NotImplemented
     if not exact and (reason := _not_as_asked(x, specs, spec, mesh)):
         notes.append(f"{what}: {spec}: {reason}")
     return jax.tree.unflatten(jax.tree.structure(x), [NamedSharding(mesh, s) for s in specs])
@@ -265,7 +267,7 @@ def _placed(path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: lis
 def _not_as_asked(
     x: Array, specs: Sequence[PartitionSpec], spec: PartitionSpec, mesh: MeshLike
 ) -> str:
-    """The parts of an implicit array that are not split by the spec, in words; empty if all are."""
+    """The fields of an implicit array that are not split by the spec, in words; empty if all are."""
     found = []
     if missing := set(names_in(spec)) - {name for own in specs for name in names_in(own)}:
         found.append(f"nothing in it can be split by {sorted(missing)}")
@@ -279,8 +281,8 @@ def _not_as_asked(
     return ", and ".join(found)
 
 
-def _of_part(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
-    """The shardings of a part of an implicit array: LoRA's factors are split as in the whole weight."""
+def _of_half(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
+    """The shardings of a half of an implicit array: LoRA's factors are split as in the whole weight."""
     specs = jax.tree.map(lambda _: PartitionSpec(), x)
     if isinstance(x, LoRA) and len(spec) <= (ndim := max(map(np.ndim, (x.a, x.b)))) >= 2:
         *lead, rows, columns = padded_spec(spec, ndim)
@@ -293,14 +295,14 @@ def _of_part(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
 
 
 def _if_even(x: Array, entries: Sequence[Any], mesh: MeshLike) -> Any:
-    """The spec of one array of a part: None if it is missing, replicated if it can't be cut.
+    """The spec of one array of a half: None if it is missing, replicated if it can't be cut.
 
     For an implicit array, as in a quantized state, the specs of its leaves.
     """
     if x is None:
         return None
     pairs = zip(np.shape(x), entries, strict=False)
-    even = all(length % num_parts(entry, mesh) == 0 for length, entry in pairs)
+    even = all(length % num_shards(entry, mesh) == 0 for length, entry in pairs)
     spec = PartitionSpec(*entries) if even else PartitionSpec()
     if not is_implicit(x):
         return spec

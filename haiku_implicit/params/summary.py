@@ -92,8 +92,8 @@ def summary(
         `jax.ShapeDtypeStruct`s of them that `jax.eval_shape` returns. Or a model from `freeze`, which
         knows what it trains.
       depth: None for a row for each parameter; otherwise a row for each module. A depth of 1 or more
-        groups modules by the first parts of their names: with 2, `model/layer_1/mlp/linear` counts for
-        `model/layer_1`. A depth below zero groups them by the last parts: with -1, the row `linear`
+        groups modules by the first names of their paths: with 2, `model/layer_1/mlp/linear` counts for
+        `model/layer_1`. A depth below zero groups them by the last names: with -1, the row `linear`
         counts the layers' modules of that name together.
       trainable_dense: the dense parameters that count as trained, as for `partition`; not used for a
         model from `freeze`.

@@ -1,1 +1,1 @@
-"""Quantized matrices: how they are stored, their products, kernels and types."""
+"""Quantized matrices: their layout, products, kernels and types."""

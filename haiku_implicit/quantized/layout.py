@@ -1,6 +1,6 @@
 """How products read the leaves of a quantized array: as a batch of matrices, in a kernel's dtypes.
 
-A leaf `[..., rows, ..., k]` keeps its axes in their places. An `order` lists the batch axes, then the
+A leaf `[..., rows, ..., k]` keeps its axes in their order. An `order` lists the batch axes, then the
 axis of the rows, then the last axis, which is stored in groups.
 """
 

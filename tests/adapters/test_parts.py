@@ -398,7 +398,7 @@ def test_a_half_of_a_partition_is_no_tree_of_parameters(method, half):
         base = hki.get_adapter(params)
         functions += [hki.summary, hki.quantize_params, lambda x: hki.set_adapter(x, base)]
     for function in functions:
-        with pytest.raises(ValueError, match=r"linear/w: a part of \w+, .* haiku_implicit.combine"):
+        with pytest.raises(ValueError, match=r"linear/w: a half of \w+, .* haiku_implicit.combine"):
             function(part)
     with pytest.raises(TypeError, match="combine the halves of partition first"):
         hki.set_adapter(params, part)

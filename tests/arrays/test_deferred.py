@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
-from haiku_implicit.core.sharding import part_specs
+from haiku_implicit.core.sharding import shard_specs
 from haiku_implicit.quantization import QtRule
 from tests.tiers import few
 
@@ -362,7 +362,7 @@ def test_explicit_mesh():
     set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
     with set_mesh(mesh), hki.materialization("allow"):
         for spec in (P(None, "x"), P("x", None)):
-            specs = jax.tree.leaves(part_specs(w, spec, mesh))
+            specs = jax.tree.leaves(shard_specs(w, spec, mesh))
             leaves, treedef = jax.tree.flatten(w)
             placed = [
                 jax.device_put(y, NamedSharding(mesh, s))

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
-from haiku_implicit.core.sharding import part_specs
+from haiku_implicit.core.sharding import shard_specs
 from tests.random_arrays import numpy_normal
 
 N, M, K = 5, 3, 4  # all different, so that no axis can pass for another
@@ -576,7 +576,7 @@ def test_shard_map(spec):
         return jax.shard_map(body, mesh=mesh, in_specs=(spec, by_rows), out_specs=out)(w, x)
 
     close(hki.use_implicit_args(fun)(w, x), x @ dense(w))
-    specs = part_specs(lora((2, N, M)), P("i", "j"), mesh)
+    specs = shard_specs(lora((2, N, M)), P("i", "j"), mesh)
     assert (specs.a, specs.b) == (P("i", "j", None), P("i", None, None))
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
-from haiku_implicit.core.sharding import part_specs
+from haiku_implicit.core.sharding import shard_specs
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products import reference
 from tests import random_arrays
@@ -808,7 +808,9 @@ def test_an_odd_length_is_padded(name, axis):
     stays(
         lambda w: (w[::-1].mT, jnp.concatenate([w, w], axis=rows), *jnp.split(w, [2], axis=rows)), q
     )
-    assert part_specs(q, P(*[None] * (3 + axis), "i"), AbstractMesh((5,), ("i",))) is NotImplemented
+    assert (
+        shard_specs(q, P(*[None] * (3 + axis), "i"), AbstractMesh((5,), ("i",))) is NotImplemented
+    )
 
 
 @pytest.mark.slow
@@ -861,7 +863,7 @@ def test_matrices_gathered_into_any_axes(kind, axis, offset_dims, may_be_dense):
 def test_partition_spec(kind, axis, spec):
     mesh = AbstractMesh((2, 3), ("i", "j"))
     q = quantized(kind, axis, (2, N, M))
-    specs = part_specs(q, spec, mesh)
+    specs = shard_specs(q, spec, mesh)
     if specs is NotImplemented:
         assert q.group_size > 6 and q.codes.dtype == np.uint8 or (M, N)[axis + 1] == M
         return

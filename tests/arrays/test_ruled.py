@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
-from haiku_implicit.core.sharding import part_specs
+from haiku_implicit.core.sharding import shard_specs
 from haiku_implicit.quantization import QtRule, QuantStats, conv_general_dilated, dot_general
 from tests import random_arrays
 
@@ -140,7 +140,7 @@ def test_what_is_not_a_weight_is_dense(make, name, may_be_dense):
 def test_it_is_split_as_the_dense_weight(make):
     mesh = jax.make_mesh((1, 1), ("i", "j"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     w = make(normal(0, 2, 4, 6))
-    specs = part_specs(w, P("i", None, "j"), mesh)
+    specs = shard_specs(w, P("i", None, "j"), mesh)
     leaves = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
     assert len(leaves) == len(jax.tree.leaves(w))
     if make is trained:

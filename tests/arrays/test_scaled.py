@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 import haiku_implicit as hki
 from haiku_implicit.core import compat
-from haiku_implicit.core.sharding import part_specs
+from haiku_implicit.core.sharding import shard_specs
 from tests.random_arrays import numpy_normal as normal
 
 
@@ -147,10 +147,10 @@ def test_merged_lora_is_quantized_again(axis):
 def test_partition_spec():
     w = scaled(-2, (3, 6, 4))
     mesh = compat.auto_mesh((2, 2), ("x", "y"))
-    spec = part_specs(w, PartitionSpec(None, "x", "y"), mesh)
+    spec = shard_specs(w, PartitionSpec(None, "x", "y"), mesh)
     assert spec.matrix == PartitionSpec(None, "x", "y")
     assert spec.scale == PartitionSpec(None, "x")
-    spec = part_specs(scaled(-1, (3, 6, 4)), PartitionSpec(None, "x"), mesh)
+    spec = shard_specs(scaled(-1, (3, 6, 4)), PartitionSpec(None, "x"), mesh)
     assert spec.scale == PartitionSpec(None, None)
 
 

@@ -617,7 +617,7 @@ def test_no_compiler(variable, value, message, tmp_path, monkeypatch):
 TWO_DEVICES = """
 import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from jax.sharding import NamedSharding, PartitionSpec as P
-from haiku_implicit.core.sharding import part_specs
+from haiku_implicit.core.sharding import shard_specs
 from haiku_implicit.quantized.cpu import build
 
 mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -634,7 +634,7 @@ for axis in (-2, -1):
     dense_grad = jax.grad(lambda x: jnp.sin(x @ w).sum())(x)
     for spec, x_spec in ((P(), P("i", None)), (P("i", None), P(None, "i")), (P(None, "i"), P())):
         placed = jax.tree.map(jax.device_put, q, jax.tree.map(
-            lambda s: NamedSharding(mesh, s), part_specs(q, spec, mesh)))
+            lambda s: NamedSharding(mesh, s), shard_specs(q, spec, mesh)))
         at = jax.device_put(x, NamedSharding(mesh, x_spec))
         close(jax.jit(product)(placed, at), x @ w)
         close(jax.jit(grad)(placed, at), dense_grad)

@@ -11,14 +11,14 @@ HEAD = """
 import sys
 import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from haiku_implicit.core.sharding import part_specs
+from haiku_implicit.core.sharding import shard_specs
 
 mesh = jax.make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Explicit,) * 2)
 OPTIONS = {"int8": dict(dtype="int8"), "uint4": dict(dtype="uint4", group_size=64, axis=-1)}
 options = OPTIONS[sys.argv[1]]
 
 def sharded(x, spec):
-    specs = part_specs(x, spec, mesh) if isinstance(x, hki.ImplicitArray) else spec
+    specs = shard_specs(x, spec, mesh) if isinstance(x, hki.ImplicitArray) else spec
     at = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
     return jax.tree.map(jax.device_put, x, at)
 

@@ -54,7 +54,7 @@ def replace(
 
 def _check(site: Site) -> None:
     """Raises a ValueError if a node can't be replaced."""
-    if any(x.is_differentiated for x in (*site.place.around, site.node)):
+    if any(x.is_differentiated for x in (*site.region.around, site.node)):
         raise ValueError(
             f"{site.node!r} can't be replaced: the model differentiates it (an inner jax.grad), and "
             "the equations of its derivative would stay what they are"

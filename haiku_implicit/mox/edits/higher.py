@@ -44,7 +44,7 @@ class Changes:
     @functools.cached_property
     def holders(self) -> frozenset[int]:
         """The `id`s of the equations around the sites."""
-        return frozenset(id(equation) for site in self.sites for equation in site.place.around)
+        return frozenset(id(equation) for site in self.sites for equation in site.region.around)
 
     @functools.cached_property
     def known(self) -> set[Var]:

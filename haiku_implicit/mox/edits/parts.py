@@ -19,7 +19,7 @@ from haiku_implicit.mox.program import interface, marks, tree
 from haiku_implicit.mox.program.interface import ENTRIES, Interface, Path, Slot, unread
 from haiku_implicit.mox.program.paths import with_new_paths
 from haiku_implicit.mox.program.program import Program
-from haiku_implicit.mox.program.sites import Place, Site, arity_of, given_to, read_by, sites_of
+from haiku_implicit.mox.program.sites import Region, Site, arity_of, given_to, read_by, sites_of
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
 
 
@@ -27,7 +27,7 @@ def read_of(mox: Program, slots: Mapping[Path, Slot], nodes: Sequence[Node]) -> 
     """The parameters or state that nodes read, each as `module/name`, in the model's order."""
     found = set()
     for site in sites_of(mox.body, nodes, inner=True, params=interface.by_variable(slots)):
-        found |= set(read_by(site.node, site.place.known))
+        found |= set(read_by(site.node, site.region.known))
     return ["/".join(path) for path in slots if path in found]
 
 
@@ -42,7 +42,7 @@ def states_of(mox: Program, nodes: Sequence[Node]) -> list[str]:
 def hidden_outputs_of(mox: Program, node: Node) -> tuple[Var, ...]:
     """The variables that a node defines and does not return, but that nodes outside of it read."""
     (site,) = sites_of(mox.body, [node])
-    return tree.hidden_outputs(site.place.body, node)
+    return tree.hidden_outputs(site.region.body, node)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -54,17 +54,17 @@ def tapped(mox: Program, nodes: Sequence[Node]) -> tuple[Program, dict[str, Slot
     A value in a loop has one more axis in front, for the steps of the loop.
     """
     names = _names(sites_of(mox.body, nodes, inner=True))
-    looped = [site for site in names.values() if site.place.around]
+    looped = [site for site in names.values() if site.region.around]
     taps: dict[int, dict[str, Any]] = collections.defaultdict(dict)
     for name, site in names.items():
-        if site.place.around:
-            taps[id(site.place.body)][name] = site.node.outputs
+        if site.region.around:
+            taps[id(site.region.body)][name] = site.node.outputs
     edit = Edit(Changes(mox, looped, {}, taps))
     rest = {key: iter(graft.taps) for key, graft in edit.grafts.items()}
     slots = {}
     for name, site in sorted(names.items()):
         atoms = site.node.outputs
-        if site.place.around:
+        if site.region.around:
             atoms = tuple(next(rest[id(site.top)]) for _ in atoms)
         slots[name] = Slot(structures_of(site.node)[1], atoms)
     return edit.program(), slots
@@ -160,7 +160,7 @@ def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None)
         raise ValueError(f"where: expected the call of a module, got {node!r}")
     (site,) = sites_of(mox.body, [node])
     body, nodes, unknown = _scope_of(mox.body, site, layer)
-    original, face = Original(site.place.body, node), mox.interface
+    original, face = Original(site.region.body, node), mox.interface
     # As single steps: a whole call would need all of its arguments, even for one of its results.
     single = [node or tree.setting((v[0], x[0])) for v, x, node in tree.steps(nodes)]
     children = tree.needed(single, set(original.captured))
@@ -219,27 +219,27 @@ def _scope_of(
     """
     layers = iter(_checked_layers(site, layer))
     children, unknown = [*root.children], {}
-    for place in _inwards(site.place):
-        equation = place.around[-1]
+    for region in _inwards(site.region):
+        equation = region.around[-1]
         number = next(layers) if equation.primitive is jex.scan_p else None
-        for v, outer in _arguments(equation, place.body, number):
+        for v, outer in _arguments(equation, region.body, number):
             if isinstance(outer, str):
                 unknown[v] = outer
             else:
                 children.append(outer)
-        children += place.body.children
-    whole = tree.with_constants(root, (place.body for place in _inwards(site.place)))
+        children += region.body.children
+    whole = tree.with_constants(root, (region.body for region in _inwards(site.region)))
     return whole, children, unknown
 
 
-def _inwards(place: Place) -> list[Place]:
-    """The places from the outermost equation around a place to the place itself."""
-    return [*_inwards(place.outer), place] if place.outer else []
+def _inwards(region: Region) -> list[Region]:
+    """The regions from the outermost equation around a region to the region itself."""
+    return [*_inwards(region.outer), region] if region.outer else []
 
 
 def _checked_layers(site: Site, layer: int | Sequence[int] | None) -> Sequence[int | None]:
     """The layer of each stack around a call; None for each if no layer is given."""
-    lengths = [x.eqn.params["length"] for x in site.place.around if x.primitive is jex.scan_p]
+    lengths = [x.eqn.params["length"] for x in site.region.around if x.primitive is jex.scan_p]
     if layer is None:
         return [None] * len(lengths)
     given = list(layer) if isinstance(layer, Sequence) else [layer]
@@ -382,7 +382,7 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
     Args:
       mox: the expression.
       nodes: calls of modules.
-      name: the new last part of the path, the whole new path, or a function of the old one.
+      name: the new last name of the path, the whole new path, or a function of the old one.
 
     Raises:
       ValueError: if two modules would have the same name.

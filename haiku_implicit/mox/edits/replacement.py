@@ -81,7 +81,7 @@ def around(site: Site, function: Callable[..., Any]) -> Piece:
     """
     node = site.node
     structure, results = structures_of(node)
-    original = Original(site.place.body, node)
+    original = Original(site.region.body, node)
     avals = _element_types(node.inputs, getattr(node, "seen", ()))
     what = f"{node!r}: (args, kwargs) of the original"
     name = f"{site.path}/{getattr(function, '__name__', 'function').strip('<>')}"
@@ -476,7 +476,7 @@ def _batch(operands: Sequence[Array], axes: Any, *, fun: Any, levels: Any, out: 
 
 
 def _moved(level: _Level, x: Any, has: int | None, wanted: int | None) -> Array:
-    """Moves the mapped axis of an array to its place in the call."""
+    """Moves the mapped axis of an array to its position in the call."""
     if wanted is None:
         if has is None:
             return x

@@ -130,7 +130,7 @@ def _as_tuple(x: tuple[Array, ...], items: list[Any]) -> Any:
 
 
 class Way(enum.Enum):
-    """How calls are marked if a model has the same arrays and containers in several places."""
+    """How calls are marked if a model has the same arrays and containers several times."""
 
     # Others may hold a container that a call returns. It keeps its arrays, which are not results of
     # marks, and the caller gets a copy.

@@ -1,7 +1,7 @@
-"""Places in a tree: the parameters in reach there, and the nodes to replace.
+"""Regions of a tree: the parameters in reach there, and the nodes to replace.
 
-`Sources` are the parameters among variables, also in the bodies of loops and calls. A `Place` is a body
-with its sources, and a `Site` a node with its place and the path that new modules get there.
+`Sources` are the parameters among variables, also in the bodies of loops and calls. A `Region` is a
+body with its sources, and a `Site` a node with its region and the path that new modules get there.
 """
 
 import collections
@@ -180,24 +180,24 @@ def _of_loop(node: Equation, found: Container[Any]) -> list[bool]:
     return [*flags[start:][:num_carry], *results[num_carry:]]
 
 
-# --- places and sites -------------------------------------------------------------------------------
+# --- regions and sites -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
-    """A place in a tree, and the parameters in reach there.
+class Region:
+    """A body in a tree, with the parameters in reach there.
 
     Attributes:
       body: the body.
       params: the parameters among the arguments of the whole tree, by variable.
       around: the equations around the body, the outermost first.
-      outer: the place of the innermost of these equations; None for the body of the whole tree.
+      outer: the region of the innermost of these equations; None for the body of the whole tree.
     """
 
     body: Body
     params: Mapping[Any, Path]
     around: tuple[Equation, ...] = ()
-    outer: "Place | None" = None
+    outer: "Region | None" = None
 
     @functools.cached_property
     def known(self) -> Sources:
@@ -206,9 +206,9 @@ class Place:
             return sources_in(self.body.children, self.params)
         return sources_of_body(self.around[-1], self.body, self.outer.known)
 
-    def inside(self, node: Equation, body: Body) -> "Place":
-        """The place of a body of an equation."""
-        return Place(body, self.params, (*self.around, node), self)
+    def inside(self, node: Equation, body: Body) -> "Region":
+        """The region of a body of an equation."""
+        return Region(body, self.params, (*self.around, node), self)
 
     @property
     def scope(self) -> str:
@@ -228,18 +228,18 @@ class Site(NamedTuple):
       node: the node.
       path: the path of the modules and parameters of the new function.
       name: the path without the number of an equation, which depends on the other replaced equations.
-      place: the place of the node.
+      region: the region of the node.
     """
 
     node: Any
     path: str
     name: str
-    place: Place
+    region: Region
 
     @property
     def top(self) -> Any:
         """The node itself, or the outermost equation around it."""
-        return self.place.around[0] if self.place.around else self.node
+        return self.region.around[0] if self.region.around else self.node
 
 
 def sites_of(
@@ -267,7 +267,7 @@ def sites_of(
     for node in nodes:
         if isinstance(node, Body):
             raise ValueError(f"where: {node!r} is a body: choose calls of modules, or equations")
-    wanted, start = frozenset(map(id, nodes)), _Around(Place(root, params or {}))
+    wanted, start = frozenset(map(id, nodes)), _Around(Region(root, params or {}))
     for deep in (False, True):
         found = list(_search(root.children, wanted, start, deep))
         lost = wanted.difference(id(node) for node, _ in found)
@@ -286,7 +286,7 @@ def sites_of(
             count = counts[around.caller, name]
             counts[around.caller, name] += 1
             number = f"_{count}" if count else ""
-        sites.append(Site(node, name + number, name, around.place))
+        sites.append(Site(node, name + number, name, around.region))
     return sites
 
 
@@ -294,13 +294,13 @@ class _Around(NamedTuple):
     """The surroundings of nodes.
 
     Attributes:
-      place: their place.
+      region: their region.
       module: the full path of the innermost module around them.
       caller: the `id` of the innermost call around them.
       is_wanted: whether one of the wanted nodes is around them.
     """
 
-    place: Place
+    region: Region
     module: str = ""
     caller: int = 0
     is_wanted: bool = False
@@ -321,7 +321,7 @@ def _search(
                 yield from _search(node.children, wanted, inside, deep)
         elif deep:
             for body in node.bodies:
-                below = inside._replace(place=around.place.inside(node, body))
+                below = inside._replace(region=around.region.inside(node, body))
                 yield from _search(body.children, wanted, below, deep)
 
 
@@ -332,7 +332,7 @@ def _name_at(node: Node, around: _Around, path: Any) -> str:
     module = around.module
     if isinstance(node, ModuleCall):
         return node.path or module
-    return "/".join(filter(None, [module or around.place.scope, _NO_NAME.sub("_", node.name)]))
+    return "/".join(filter(None, [module or around.region.scope, _NO_NAME.sub("_", node.name)]))
 
 
 # Characters that Haiku does not allow in the name of a module (`scatter-add`, `<lambda>`).

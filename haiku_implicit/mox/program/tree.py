@@ -115,7 +115,7 @@ class ModuleCall:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """The last name of the path."""
         return self.path.rpartition("/")[2]
 
     @property
@@ -528,7 +528,7 @@ def without_marks(jaxpr: Any) -> Any:
     """Removes the marks of a program: their operands replace their results.
 
     Without marks, the result is the same object. For one program there is always one result: JAX
-    compiles a function that is called at several places only once if its program is one object.
+    compiles a function that is called several times only once if its program is one object.
     """
     if jaxpr not in _WITHOUT_MARKS:
         new = _remove_marks(jaxpr)

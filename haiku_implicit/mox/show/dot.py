@@ -9,7 +9,7 @@ from jax.extend.core import Var
 
 from haiku_implicit.mox.program import tree
 from haiku_implicit.mox.program.interface import Interface, Slot, by_variable
-from haiku_implicit.mox.program.sites import Place, given_to, known_among
+from haiku_implicit.mox.program.sites import Region, given_to, known_among
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, Node
 from haiku_implicit.mox.show.flops import label_of_loop
 from haiku_implicit.mox.show.view import clean, is_hidden
@@ -49,7 +49,7 @@ class _Graph:
                 origins[atom] = {name}
                 yield f'  {name} [label={_quoted(label)}, shape="ellipse"];'
         names = by_variable(interface.params) | by_variable(interface.state)
-        yield from self._nodes(body.children, Place(body, names), origins, 1)
+        yield from self._nodes(body.children, Region(body, names), origins, 1)
         name = self._name()
         yield f'  {name} [label="result", shape="ellipse"];'
         self._connect(interface.results.atoms, origins, name)
@@ -57,17 +57,17 @@ class _Graph:
         yield "}"
 
     def _nodes(
-        self, nodes: Sequence[Any], place: Place, origins: Origins, level: int
+        self, nodes: Sequence[Any], region: Region, origins: Origins, level: int
     ) -> Iterator[str]:
         """The lines of nodes. The boxes of their variables are added to `origins`."""
         for node in nodes:
             if isinstance(node, Equation):
                 if node.marked is None:
-                    yield self._box(node, _label(node, place), origins)
+                    yield self._box(node, _label(node, region), origins)
                 elif level == self.depth:
                     yield self._box(node, label_of_loop(node), origins)
                 else:
-                    inner = self._bodies(node, place, origins, level + 1)
+                    inner = self._bodies(node, region, origins, level + 1)
                     yield from self._cluster(label_of_loop(node), inner)
                 continue
             if level == self.depth and not is_hidden(node):
@@ -75,18 +75,20 @@ class _Graph:
                 continue
             origins |= {v: _boxes(origins, x) for v, x in node.given}
             if is_hidden(node):
-                yield from self._nodes(node.children, place, origins, level)
+                yield from self._nodes(node.children, region, origins, level)
             else:
-                inner = self._nodes(node.children, place, origins, level + 1)
+                inner = self._nodes(node.children, region, origins, level + 1)
                 yield from self._cluster(f"{node.name}: {node.type_name or 'function'}", inner)
             pairs = zip(node.outputs, node.returns, strict=True)
             origins |= {v: _boxes(origins, x) for v, x in pairs}
 
-    def _bodies(self, node: Equation, place: Place, origins: Origins, level: int) -> Iterator[str]:
+    def _bodies(
+        self, node: Equation, region: Region, origins: Origins, level: int
+    ) -> Iterator[str]:
         """The lines of the bodies of an equation."""
         for body in node.bodies:
             inner = {v: _boxes(origins, x) for v, x in given_to(node, body)}
-            lines = self._nodes(body.children, place.inside(node, body), inner, level)
+            lines = self._nodes(body.children, region.inside(node, body), inner, level)
             yield from lines if len(node.bodies) == 1 else self._cluster(body.name, lines)
             if body.name != "cond_jaxpr":
                 for v, x in zip(node.outputs, body.returns, strict=False):
@@ -129,9 +131,9 @@ def _arrays(slot: Slot) -> Iterator[tuple[str, Any]]:
             yield jax.tree_util.keystr(path, simple=True, separator="."), x
 
 
-def _label(node: Equation, place: Place) -> str:
+def _label(node: Equation, region: Region) -> str:
     """The primitive, and the names of the parameters that an equation reads."""
-    read = (name for _, name in known_among(node.inputs, place.known))
+    read = (name for _, name in known_among(node.inputs, region.known))
     return "\n".join([node.label, *dict.fromkeys(read)])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from haiku_implicit.core.typing import Aval
 from haiku_implicit.mox.program.interface import Interface, Path, by_variable
-from haiku_implicit.mox.program.sites import Place, known_among
+from haiku_implicit.mox.program.sites import Region, known_among
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node, walk
 from haiku_implicit.mox.show.flops import flops, label_of_loop, times
 from haiku_implicit.mox.show.view import is_hidden
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The last part of the path; for a loop, its primitive and the number of its steps."""
+        """The last name of the path; for a loop, its primitive and the number of its steps."""
         if isinstance(self.node, Equation):
             return label_of_loop(self.node)
         return self.node.name or "function"
@@ -111,41 +111,41 @@ def outline(body: Body, interface: Interface) -> Row:
       interface: its arguments and results.
     """
     row = Row(body, _shapes(interface.inputs, interface.results.atoms), Sizes(interface))
-    _fill(row, body.children, Place(body, by_variable(interface.params)))
+    _fill(row, body.children, Region(body, by_variable(interface.params)))
     return row
 
 
-def _fill(row: Row, nodes: Sequence[Node], place: Place) -> None:
+def _fill(row: Row, nodes: Sequence[Node], region: Region) -> None:
     """Puts nodes into a row."""
     for node in nodes:
         if isinstance(node, Equation):
             if node.marked is None:
-                _add_equation(row, node, place)
+                _add_equation(row, node, region)
             else:
-                _add_bodies(row, node, place)
+                _add_bodies(row, node, region)
         elif is_hidden(node):
-            _fill(row, node.children, place)
+            _fill(row, node.children, region)
         else:
             inner = _row(node, row, getattr(node, "path", ""))
-            _fill(inner, node.children, place)
+            _fill(inner, node.children, region)
             _add(row, inner)
-            row.read.update(known_among(node.inputs, place.known))
+            row.read.update(known_among(node.inputs, region.known))
 
 
-def _add_equation(row: Row, node: Equation, place: Place) -> None:
-    row.read.update(known_among(node.inputs, place.known))
+def _add_equation(row: Row, node: Equation, region: Region) -> None:
+    row.read.update(known_among(node.inputs, region.known))
     row.primitives.update(x.primitive.name for x in walk(node) if isinstance(x, Equation))
     row.flops += row.times * flops(node)
 
 
-def _add_bodies(row: Row, node: Equation, place: Place) -> None:
+def _add_bodies(row: Row, node: Equation, region: Region) -> None:
     """Adds an equation with calls of modules in its bodies."""
     outer = _row(node, row)
     outer.times *= times(node)
     outer.primitives[node.primitive.name] += 1
     for body in node.bodies:
         inner = outer if len(node.bodies) == 1 else _row(body, outer)
-        _fill(inner, body.children, place.inside(node, body))
+        _fill(inner, body.children, region.inside(node, body))
         if inner is not outer:
             _add(outer, inner)
     if node.primitive.name == "cond" and len(node.bodies) > 1:

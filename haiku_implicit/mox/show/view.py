@@ -240,7 +240,7 @@ def with_path(root: Body, pattern: str) -> list[Node]:
 
 
 def _with_close_names(pattern: str, paths: Sequence[str]) -> list[str]:
-    """The paths whose last part is similar to the last part of a pattern."""
+    """The paths whose last name is similar to the last name of a pattern."""
     names = {path.rpartition("/")[2]: path for path in reversed(paths)}
     return [names[x] for x in difflib.get_close_matches(pattern.rpartition("/")[2], names)]
 

@@ -41,7 +41,7 @@ def with_dropout(params: Params, key: Key, rate: float) -> Params:
       The tree with dropout on each `LoRA`, and mappings as dicts; for a rate of 0, the tree itself.
 
     Raises:
-      ValueError: for another rate, or if no parameter is a `LoRA`.
+      ValueError: for a rate outside of [0, 1), or if no parameter is a `LoRA`.
       TypeError: for anything but a key or a seed.
 
     Example:

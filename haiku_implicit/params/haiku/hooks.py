@@ -153,7 +153,7 @@ def _with_key(edit: Edit, key: KeySource) -> Edit:
 
 
 def _only(tree: Tree, module_name: str, name: str, value: Array) -> Array:
-    """The one array of an edited tree, after a check that it takes the place of `value`."""
+    """The one array of an edited tree, after a check that it can replace `value`."""
     path = path_of(module_name, name)
     if not isinstance(tree, Mapping):
         raise ValueError(f"edit: expected a function that returns a tree with {path}, got {tree!r}")

@@ -62,7 +62,7 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
       every function in the tree `apply` is wrapped.
 
     Raises:
-      TypeError: for anything else.
+      TypeError: for anything but a transformed function.
 
     Example:
       >>> import functools, haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki

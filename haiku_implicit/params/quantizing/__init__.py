@@ -1,1 +1,1 @@
-"""Quantization of a tree of parameters: stored, calibrated, or in training."""
+"""Quantization of a tree of parameters: calibrated, or in training."""

@@ -57,8 +57,8 @@ def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
         respect to arrays that the model closes over. A product within a `while_loop` raises JAX's error
         that the loop does not have such a derivative.
       - `use_implicit_args`, `hki.grad` and `hki.value_and_grad` turn weights into ordinary arrays,
-        which cannot carry statistics. Use `jax.grad` with respect to the first part that `partition`
-        returns, and `combine` both parts in the loss.
+        which cannot carry statistics. Use `jax.grad` with respect to the first half that `partition`
+        returns, and `combine` both halves in the loss.
 
     Args:
       t: the result of `transform_implicit`. Apply `hk.without_apply_rng` before that.

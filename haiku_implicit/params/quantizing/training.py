@@ -1,4 +1,4 @@
-"""Quantized training of a model: weights with rules, and their stored form after training."""
+"""Quantized training of a model: weights with quantization rules, and their codes after training."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def with_rounding_key(params: Params, key: Key | Callable[[], jax.Array]) -> Par
 
     (Do not call it within `hki.value_and_grad` or `hki.use_implicit_args`: they call a function with
     ordinary arrays for the weights, and these do not get keys. If some arrays are frozen,
-    differentiate with respect to the first part that `partition` returns.)
+    differentiate with respect to the first half that `partition` returns.)
 
     Args:
       params: a tree with `TrainedQuantized` in it.
@@ -243,7 +243,7 @@ def convert_trained(
     apply: Callable[..., Any] | None = None,
     args: Sequence[Array] = (),
 ) -> Params:
-    """Replaces trained weights by stored quantized weights, for inference.
+    """Replaces trained weights by quantized ones (codes and scales), for inference.
 
     A `FakeQuantized` weight becomes the matrix of its rounded values. A `TrainedQuantized` weight
     becomes the matrix of the codes that its rule quantizes it to in its product, so that inference
@@ -330,7 +330,7 @@ def dot_general_by_bits(
       function that takes a weight `[..., n, m]` and returns the stored weight.
 
     Raises:
-      ValueError: for other numbers of bits, or another mode.
+      ValueError: for an unknown number of bits or mode.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki

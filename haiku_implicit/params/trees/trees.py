@@ -98,8 +98,8 @@ def none_of(function: str, kind: str, params: Params) -> ValueError:
     return ValueError(
         f"{function}: expected parameters with {kind}, and there are none in: {found}. If there were "
         "before the call: within hki.value_and_grad, hki.grad and hki.use_implicit_args they are "
-        "ordinary arrays. Use jax.value_and_grad with respect to the first part that hki.partition "
-        "returns, and hki.combine both parts in the loss"
+        "ordinary arrays. Use jax.value_and_grad with respect to the first half that hki.partition "
+        "returns, and hki.combine both halves in the loss"
     )
 
 
@@ -375,7 +375,7 @@ def rules_of(rules: Sequence[QuantRule], parameter: Parameter) -> tuple[QuantRul
 
 
 def rule_of(rules: Sequence[QuantRule], parameter: Parameter) -> QuantRule | None:
-    """The rule by which a weight is stored, from the rules for its products; None to leave it dense.
+    """The rule by which a weight is quantized, from the rules for its products; None to leave it dense.
 
     A weight with two axes is for a `dot_general`, and a weight with more than three is the kernel of a
     convolution. A weight with three may be for any operation, and is taken to be for the operation that

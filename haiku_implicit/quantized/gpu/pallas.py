@@ -31,7 +31,7 @@ from haiku_implicit.quantized.numbers import formats
 _CAPABILITY = 8.0  # of the oldest GPUs that Triton compiles for
 
 # With more rows of activations, decoding the matrix once for all of them is faster: see
-# `docs/quantization_speed.md`.
+# `benchmarks/results/quantized_matmul.md`.
 _MOST_ROWS = 128
 
 

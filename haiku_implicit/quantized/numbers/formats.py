@@ -210,7 +210,7 @@ def register_format(name: str, table: Sequence[float]) -> Format:
       The format.
 
     Raises:
-      ValueError: for a name that has another meaning already, or values that are no such table.
+      ValueError: for a name that has another meaning already, or values that do not make a table.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki

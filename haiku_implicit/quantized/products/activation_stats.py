@@ -25,7 +25,7 @@ _WAY_OUT = (
     "wrap the model in with_quant_stats after transform_implicit, and hand on the state that it "
     "returns, or give stats= to the function. (Within hki.value_and_grad, hki.grad and "
     "hki.use_implicit_args parameters are ordinary arrays, without statistics: use jax.value_and_grad "
-    "with respect to the first part that hki.partition returns, and hki.combine both parts in the loss)"
+    "with respect to the first half that hki.partition returns, and hki.combine both in the loss)"
 )
 
 

@@ -2,7 +2,7 @@
 
 Convolutions and ragged products are functions of XLA's own operations, which decode stored codes. By
 itself, XLA would move the decoded values. As one primitive with named axes (`partitioned.Axes`), they
-move codes, and each device decodes its own part. Derivatives and batches of such a function are such
+move codes, and each device decodes its own shard. Derivatives and batches of such a function are such
 functions, too; their names follow from the function's names. On one device the functions are called
 directly.
 """
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from haiku_implicit.core import compat, interpreter
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.sharding import is_spec, is_split, part_specs
+from haiku_implicit.core.sharding import is_spec, is_split, shard_specs
 from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, MeshLike, TreeDef
 from haiku_implicit.quantized.products.partitioned import (
     WHOLE,
@@ -128,7 +128,7 @@ def _names_of_leaves(x: Array, names: Names) -> list[Names] | None:
     None if the type does not define them.
     """
     own = [name for name in names if name is not None]
-    part = part_specs(x, PartitionSpec(*names), compat.auto_mesh([1] * len(own), own))
+    part = shard_specs(x, PartitionSpec(*names), compat.auto_mesh([1] * len(own), own))
     if part is NotImplemented:
         return None
     found = []
@@ -152,9 +152,9 @@ def _pieces_of(x: Array, names: Names) -> list[tuple[str, int]]:
 
 
 def _can_be_cut(x: Array, names: Names, name: str, parts: int) -> bool:
-    """Whether the leaves of each part make an array with the static fields of the whole one."""
+    """Whether the leaves of each shard make an array with the static fields of the whole one."""
     own = (n if n == name else None for n in names)
-    part = part_specs(x, PartitionSpec(*own), compat.auto_mesh([parts], [name]))
+    part = shard_specs(x, PartitionSpec(*own), compat.auto_mesh([parts], [name]))
     structures: list[Any] = [jax.tree.structure(y, is_leaf=is_spec) for y in (part, x)]
     return parts == 1 or structures[0] == structures[1]
 

@@ -87,7 +87,7 @@ def _with_standard_promotion(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_matrices(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Extends a product of `[batch, m, i]` to any number of axes in place of `batch` and `m`."""
+    """Extends a product of `[batch, m, i]` to any number of axes instead of `batch` and `m`."""
 
     @_with_standard_promotion
     def run(
@@ -252,7 +252,7 @@ def _lower(
     mesh: EqnParam,
     **params: EqnParam,
 ) -> Any:
-    """Lowers the product to a kernel if it applies, or to products of parts on several devices."""
+    """Lowers the product to a kernel if it applies, or to products of shards on several devices."""
     x, *leaves = ctx.avals_in
     q: QuantizedMatrix = params["treedef"].unflatten(leaves)
     devices = devices_of(ctx.module_context)

@@ -1,11 +1,12 @@
-"""Products in programs that XLA partitions: each device multiplies its own parts.
+"""Products in programs that XLA partitions: each device multiplies its own shards.
 
-Without a rule, XLA looks into a product, decodes blocks of the matrix, and moves these. Here a product
-is a function of arrays whose axes have names (`Axes`). Axes of one name are cut together: rows of the
-activations and of the result, say, or inputs of the activations, codes, and the scales of their groups.
+Without a partitioning rule, XLA looks into a product, decodes blocks of the matrix, and moves these.
+Here a product is a function of arrays whose axes have names (`Axes`). Axes of one name are cut
+together: rows of the activations and of the result, say, or inputs of the activations, codes, and the
+scales of their groups.
 All answers to XLA follow from the names:
 
-- an axis with a name of the result: each device computes its part of the result;
+- an axis with a name of the result: each device computes its shard of the result;
 - an axis with another name is summed over: each device computes a part of the sum, and these are added;
 - an array with another sharding moves in its stored form: a quantized matrix moves as codes.
 
@@ -30,7 +31,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.sharding import names_in_entry, num_parts, padded_spec
+from haiku_implicit.core.sharding import names_in_entry, num_shards, padded_spec
 from haiku_implicit.core.typing import Array, MeshLike
 
 Names = tuple[str | None, ...]
@@ -39,7 +40,7 @@ Split = dict[str, tuple[str, ...]]  # from each name to the mesh axes that split
 
 
 class Parts:
-    """The parts of a function's arrays on one device.
+    """The shards of a function's arrays on one device.
 
     Args:
       split: the mesh axes by name.
@@ -50,11 +51,11 @@ class Parts:
         self._split, self._mesh = split or {}, mesh
 
     def count(self, name: str | None) -> int:
-        """Returns the number of parts that the axes of a name are cut into."""
-        return num_parts(self._split.get(name or "", ()), self._mesh) if self._split else 1
+        """Returns the number of shards that the axes of a name are cut into."""
+        return num_shards(self._split.get(name or "", ()), self._mesh) if self._split else 1
 
     def index(self, name: str) -> Any:
-        """Returns the index of this device's part among them."""
+        """Returns the index of this device's shard among them."""
         return jax.lax.axis_index(self._split[name]) if self._split.get(name) else 0
 
 
@@ -65,7 +66,7 @@ WHOLE = Parts()
 class Axes:
     """Names of the axes of a function's operands and of its result; hashable.
 
-    The results for parts of axes whose name the result does not have add up to the whole result.
+    The results for shards of axes whose name the result does not have add up to the whole result.
 
     Attributes:
       operands: for each operand a name for each axis; None for an axis that is never split.
@@ -127,8 +128,8 @@ class Devices:
         return [Mesh(first.reshape([sizes[a] for a in own]), own) for own in orders]
 
     def can_sum(self, over: Sequence[str], mesh: MeshLike) -> bool:
-        """Whether products of parts can be added up over these axes of `mesh`."""
-        return self.program is None or num_parts(tuple(over), mesh) in (1, self.number)
+        """Whether products of shards can be added up over these axes of `mesh`."""
+        return self.program is None or num_shards(tuple(over), mesh) in (1, self.number)
 
 
 def devices_of(context: Any) -> Devices | None:
@@ -148,13 +149,13 @@ def devices_of(context: Any) -> Devices | None:
     free = tuple(a for a, size in mesh.shape.items() if size > 1 and a not in axes.manual_axes)
     if not free:
         return Devices(1)
-    return Devices(num_parts(free, mesh), mesh, free) if isinstance(mesh, Mesh) else None
+    return Devices(num_shards(free, mesh), mesh, free) if isinstance(mesh, Mesh) else None
 
 
 def partitioned(
     fun: Callable[..., jax.Array], axes: Axes, devices: Devices
 ) -> Callable[..., jax.Array]:
-    """Makes a function that XLA splits over devices: each device runs it on its own parts.
+    """Makes a function that XLA splits over devices: each device runs it on its own shards.
 
     Args:
       fun: a function of arrays; also called with `parts=`, the parts that these are.
@@ -286,7 +287,7 @@ def _cheapest(
     def is_possible(split: Split) -> bool:
         summed = [a for name in axes.summed for a in split.get(name, ())]
         return can_sum(summed, mesh) and all(
-            axes.pieces_of(name, shapes) % num_parts(own, mesh) == 0 for name, own in split.items()
+            axes.pieces_of(name, shapes) % num_shards(own, mesh) == 0 for name, own in split.items()
         )
 
     def cost(suggested: tuple[Split, int]) -> tuple[int, float]:
@@ -334,14 +335,14 @@ def _suggested(
 
 
 def _moved(x: Array, old: PartitionSpec, new: PartitionSpec, mesh: MeshLike) -> float:
-    """Returns the bytes that a device receives if a sharding changes; zero if it has its new part."""
+    """Returns the bytes that a device receives if a sharding changes; zero if it has its new shard."""
     pairs = zip(*(padded_spec(s, len(x.shape)) for s in (old, new)), strict=True)
     has_it = all(names_in_entry(b)[: len(names_in_entry(a))] == names_in_entry(a) for a, b in pairs)
     return 0 if has_it else _local_bytes(x, new, mesh)
 
 
 def _local_bytes(x: Array, spec: PartitionSpec, mesh: MeshLike) -> float:
-    return math.prod(x.shape) * x.dtype.itemsize / math.prod(num_parts(s, mesh) for s in spec)
+    return math.prod(x.shape) * x.dtype.itemsize / math.prod(num_shards(s, mesh) for s in spec)
 
 
 def _spec_of(x: Array) -> Any:

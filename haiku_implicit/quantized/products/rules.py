@@ -1,4 +1,4 @@
-"""Rules: which modules of a model are quantized, and how; the configuration of one product."""
+"""Quantization rules: which modules are quantized, and how; the configuration of one product."""
 
 import dataclasses
 import re

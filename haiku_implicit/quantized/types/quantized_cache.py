@@ -130,11 +130,11 @@ def _last_writes(
     d: jax.lax.ScatterDimensionNumbers,
     mode: jax.lax.GatherScatterMode,
 ) -> jax.Array:
-    """The updates, each replaced by the last update that is written to the same place.
+    """The updates, each replaced by the last update that is written to the same position.
 
-    Codes and scales are written separately, and the order of writes to one place is not defined. So all
-    of them write the same values. The last update is found by numbers that are written and read in the
-    same way.
+    Codes and scales are written separately, and the order of writes to one position is not defined. So
+    all of them write the same values. The last update is found by numbers that are written and read in
+    the same way.
     """
     scattered = [i for i in range(new.ndim) if i not in d.update_window_dims]
     front = jnp.moveaxis(new, scattered, range(len(scattered)))

@@ -61,7 +61,7 @@ class StaticQuantized(RuledWeight):
     def of(
         cls, weight: QuantizedMatrix, stats: QuantStats, batch_axes: Collection[int] = (0,)
     ) -> Self:
-        """Makes a stored weight with a static range for activations.
+        """Makes a quantized weight with a static range for activations.
 
         Args:
           weight: the weight, `[..., n, m]`, with an `activation`.
@@ -69,7 +69,7 @@ class StaticQuantized(RuledWeight):
           batch_axes: the axes of activations that statistics are averaged over.
 
         Raises:
-          TypeError: for a weight of another type.
+          TypeError: for a weight that is not a `QuantizedMatrix`.
           ValueError: for a weight without an activation; for statistics of another mode, or with other
             batch axes.
         """
@@ -92,7 +92,7 @@ class StaticQuantized(RuledWeight):
 
     @property
     def weight(self) -> QuantizedMatrix:
-        """The stored weight, a `QuantizedMatrix`."""
+        """The quantized weight, a `QuantizedMatrix`."""
         return jax.tree.unflatten(self.kind, self.parts)
 
     wrapped = weight  # as for other types around one array
