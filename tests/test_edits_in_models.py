@@ -440,6 +440,7 @@ def test_an_edit_that_takes_keys_from_haiku_itself_gets_those_of_the_model():
         t.apply(params, None, x)
 
 
+@pytest.mark.slow
 def test_each_step_rounds_by_another_key_in_a_getter():
     rule = QtRule(weight_qtype="int8", bwd_qtype="int8", bwd_stochastic_rounding="uniform")
 

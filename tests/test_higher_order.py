@@ -1315,6 +1315,7 @@ def test_a_dense_equation_is_left_alone(x):
     assert str(dense[0].params["jaxpr"]) == str(implicit[0].params["jaxpr"])
 
 
+@pytest.mark.slow
 def test_custom_vmap():
     """A function with a rule of its own for `vmap`, as AlphaFold 3's gated unit is, and its gradients."""
 

@@ -235,7 +235,7 @@ def test_a_prepared_weight_that_nothing_changes_stays_dense():
     assert jax.tree.structure(hki.merge_lora(prepared)) == jax.tree.structure(PARAMS)
 
 
-@pytest.mark.parametrize("trainable_dense", [False, ".*/output_w"])
+@pytest.mark.parametrize("trainable_dense", few([False, ".*/output_w"], ".*/output_w"))
 def test_three_forms_of_a_loop_train_prepared_parameters_alike(trainable_dense):
     params = hki.add_lora(hki.prepare(T, PARAMS, X), 0, rank=2, targets=".*/query_w")
     model, trained = hki.freeze(T, params, trainable_dense=trainable_dense)
@@ -282,7 +282,7 @@ def test_calibration_of_prepared_parameters(method):
     check(small)
 
 
-@pytest.mark.parametrize("name", ["trained", "aware"])
+@pytest.mark.parametrize("name", few(["trained", "aware"], "aware"))
 def test_training_of_prepared_parameters(name):
     change = dict(trained=hki.quantized_training, aware=hki.quantization_aware)[name]
     rules = [QuantRule(weight_qtype="int8")]

@@ -105,6 +105,7 @@ def written(monkeypatch):
     return run
 
 
+@pytest.mark.every(2)
 @work
 def test_a_bar_with_names(name, written):
     text = written(name, 0)
@@ -120,6 +121,7 @@ def test_a_step_counts_when_it_is_done(written):
     assert text.rindex("0/2 ", 0, first) < first < text.index("1/2 ") < second
 
 
+@pytest.mark.every(2)
 @work
 def test_without_tqdm(name, written, monkeypatch):
     want = WORK[name][0]()

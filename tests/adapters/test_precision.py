@@ -43,6 +43,7 @@ def trained_of(params):
     return jax.tree.leaves(hki.partition(params, False)[0])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("base", ["bfloat16", "int8"])
 @pytest.mark.parametrize("method", METHODS)
 def test_trained_arrays_have_32_bits(method, base):

@@ -74,6 +74,7 @@ def test_trains_and_reports(job, tmp_path):
     assert tensors[factor].shape == (2, TINY.dim) and np.abs(tensors[factor]).max() > 0
 
 
+@pytest.mark.slow
 def test_the_cache_changes_no_sample(files):
     """Token by token with a cache, or from all tokens before each one."""
     if not flags.FLAGS.is_parsed():

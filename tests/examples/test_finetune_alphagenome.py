@@ -118,6 +118,7 @@ def test_a_step_is_the_dense_twins(modules, batch, quantized):
     assert min(float(jnp.abs(x).max()) for x in jax.tree.leaves(want)) > 0
 
 
+@pytest.mark.slow
 def test_the_forward_for_heads_gives_adapters_no_gradient(modules, batch):
     """Why the script has its own: `get_forward_fn` stops gradients at the trunk."""
     for frozen in (True, False):

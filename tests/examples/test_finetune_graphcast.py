@@ -18,6 +18,7 @@ import graphcast_demo
 import haiku_implicit as hki
 import presets
 import training_costs
+from tests.tiers import few
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STAND_IN = ROOT / "tests" / "examples" / "stand_ins" / "graphcast"
@@ -57,6 +58,7 @@ def adapted(params, quantized=None):
     return hki.add_lora(params, 0, rank=2, targets=PRESET.adapters["lora"])
 
 
+@pytest.mark.slow
 def test_the_preset_has_all_matrices_but_those_of_four_features(demo):
     new = adapted(demo.params, "int8")
     kinds = {}
@@ -69,7 +71,7 @@ def test_the_preset_has_all_matrices_but_those_of_four_features(demo):
     assert dense and all("/encoder_edges_" in path for path in dense)
 
 
-@pytest.mark.parametrize("quantized", [None, "int8"])
+@pytest.mark.parametrize("quantized", few([None, "int8"], "int8"))
 def test_gradients_are_the_dense_twins(demo, quantized):
     """Two autoregressive steps with gradient checkpointing; no array of 64 kB becomes dense."""
     dense = demo.names["loss_fn"]

@@ -28,6 +28,7 @@ def whole():
 @pytest.mark.parametrize(
     "cache, tolerance", few([("f32", 1e-5), ("int8", 0.01), ("int4", 0.15)], ("int8", 0.01))
 )
+@pytest.mark.slow
 def test_logits_are_those_of_the_whole_sequence(cache, tolerance, whole, never_dense):
     params, want = whole
     model = decoding.make_model(CONFIG, 12, cache)

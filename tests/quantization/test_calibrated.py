@@ -53,6 +53,7 @@ def test_batches_are_tuples_of_arguments_or_one_argument():
     close(two["linear/w"], 4 * x.T @ x)
 
 
+@pytest.mark.slow
 def test_moments_of_stacked_layers():
     def stacked(x):
         return hk.experimental.layer_stack(3)(lambda x: jnp.sin(hk.Linear(4, name="l")(x)))(x)

@@ -696,6 +696,7 @@ def test_tiles_of_convolutions_are_input_features(features, tile, groups):
     close(found, dense(np.float32(xt), np.float32(wt)), rtol=1e-5, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_convolutions_take_all_that_jax_does():
     x, w = jnp.ones((1, 2, 5, 5), jnp.bfloat16), jnp.ones((3, 2, 2, 2), jnp.bfloat16)
     out = conv_general_dilated(x, w, (1, 1), "VALID", preferred_element_type=jnp.float32, rule=INT8)

@@ -8,6 +8,7 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.core import compat
 from haiku_implicit.quantized.numbers import pieces
+from tests.tiers import few
 
 FORMATS = {
     "int8": {},
@@ -102,7 +103,9 @@ def test_results_are_where_the_weight_is():
             assert x.devices() == w.devices() and x.committed == w.committed
 
 
-@pytest.mark.parametrize("options", [dict(group_size=16), dict(), dict(dtype="uint4")])
+@pytest.mark.parametrize(
+    "options", few([dict(group_size=16), dict(), dict(dtype="uint4")], dict(dtype="uint4"))
+)
 def test_rounding_by_inputs(options, monkeypatch):
     """Stacked matrices in pieces of rows, each with its own inputs, as `jit` rounds the whole."""
     monkeypatch.setattr(pieces, "_PIECE", 256)

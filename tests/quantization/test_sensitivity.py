@@ -10,6 +10,7 @@ import pytest
 
 import haiku_implicit as hki
 from tests.random_arrays import normal
+from tests.tiers import few
 
 OPTIONS = {"int8": dict(dtype="int8"), "int4": dict(dtype="int4", group_size=16)}
 
@@ -115,7 +116,7 @@ def test_errors(params):
         found.quantize(params, {WEIGHTS[0]: "int2"})
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "awq+gptq"])
+@pytest.mark.parametrize("method", few(["gptq", "awq", "awq+gptq"], "awq+gptq"))
 def test_weights_rounded_by_their_inputs(params, method):
     """What is measured is what `quantize` makes: by the method, and to the nearest without inputs."""
 

@@ -670,6 +670,7 @@ def test_one_weight_and_activations_of_several_shapes():
         apply(params, {}, x)
 
 
+@pytest.mark.slow
 def test_products_by_themselves():
     x, w = normal((5, 4), 0), normal((4, 3), 1)
     found = dot_general(x, w, MATRICES, rule=STATIC, stats=fixed(1.5))
