@@ -101,12 +101,12 @@ def test_quantization_promotes_no_rank(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["linear", "ties", "dare"])
+@pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])
 def test_combining_promotes_no_rank(method):
     params = {"linear": {"w": jnp.ones((2, 8, 4))}}
     parts = [hki.get_adapter(hki.add_lora(params, i, rank=2)) for i in range(2)]
     options = {} if method == "linear" else dict(density=0.5, rank=2)
-    options |= dict(key=KEY) if method == "dare" else {}
+    options |= dict(key=KEY) if method == "dare_ties" else {}
     with setting("jax_numpy_rank_promotion"):
         hki.combine_adapters(parts, [1.0, 0.5], method, **options)
 

@@ -1,5 +1,7 @@
 """Adapters apart from their base: taken out, put in, kept in a bank, combined."""
 
+import itertools
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -334,18 +336,36 @@ def test_the_nearest_of_a_smaller_rank(base):
     close(deltas(new)[WEIGHTS[0]], u[:, :3] * s[:3] @ vh[:3])
 
 
-def test_ties(base):
+def elected(deltas, weights):
+    """The weighted mean of the entries with the sign of the sum."""
+    agreeing = np.sign(deltas) == np.where(deltas.sum(0) >= 0, 1, -1)
+    return (weights * deltas * agreeing).sum(0) / np.maximum(agreeing.sum(0), 1)
+
+
+BY = np.array([1.0, 0.1, -1.0])[:, None, None]
+
+
+def combined_with_dense(base, method, **options):
+    """The combined correction of one weight, of full rank, and the corrections."""
     parts = [hki.get_adapter(tuned(base, i, targets=WEIGHTS[0])) for i in (1, 2, 3)]
-    new = hki.combine_adapters(parts, [1.0, 0.5, 1.0], "ties", density=0.5, rank=6)
-    found = []
-    for adapter, weight in zip(parts, [1.0, 0.5, 1.0], strict=True):
-        delta = weight * deltas(adapter)[WEIGHTS[0]]
-        limit = np.sort(np.abs(delta).ravel())[-delta.size // 2]
-        found.append(np.where(np.abs(delta) >= limit, delta, 0))
-    found = np.stack(found)
-    agreeing = (np.sign(found) == np.sign(found.sum(0))) & (found != 0)
-    want = (found * agreeing).sum(0) / np.maximum(agreeing.sum(0), 1)
-    close(deltas(new)[WEIGHTS[0]], want, 1e-4)
+    new = hki.combine_adapters(parts, BY.ravel().tolist(), method, rank=6, **options)
+    return deltas(new)[WEIGHTS[0]], np.stack([deltas(x)[WEIGHTS[0]] for x in parts])
+
+
+@pytest.mark.parametrize("method", ["ties", "magnitude_prune"])
+def test_the_largest_entries(base, method):
+    got, whole = combined_with_dense(base, method, density=0.5)
+    limits = [np.sort(np.abs(x).ravel())[-x.size // 2] for x in whole]
+    kept = np.where(np.abs(whole) >= np.reshape(limits, (3, 1, 1)), whole, 0)
+    close(got, elected(kept, BY) if method == "ties" else (BY * kept).sum(0), 1e-4)
+
+
+def test_drawn_entries_with_the_sign_of_their_sum(base):
+    got, whole = combined_with_dense(base, "dare_ties", density=0.5, key=0)
+    draws = np.array(list(itertools.product([0, 2], repeat=3)))[..., None, None]
+    possible = np.stack([elected(whole * draw, BY) for draw in draws])
+    assert np.abs(possible - got).min(0).max() < 1e-4 * np.abs(whole).max()
+    assert np.abs(possible - got).max() > np.abs(whole).max() / 2  # (they differ much)
 
 
 def test_dare_has_the_sum_as_its_mean(base):
@@ -368,8 +388,8 @@ def test_dare_has_the_sum_as_its_mean(base):
     "arguments, message",
     [
         (([1.0],), "weights: expected one for each of the 2 adapters, got 1"),
-        (([1.0, 1.0], "mean"), "method: expected 'linear', 'ties' or 'dare', got 'mean'"),
-        (([1.0, 1.0], "linear", 0.5), "density: it is for 'ties' and 'dare'"),
+        (([1.0, 1.0], "mean"), "method: expected one of 'linear', 'ties', .*, got 'mean'"),
+        (([1.0, 1.0], "linear", 0.5), "density: it is for the other methods"),
         (([1.0, 1.0], "ties"), "density: expected a number above 0 and up to 1, got None"),
     ],
 )

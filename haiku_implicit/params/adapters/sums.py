@@ -37,14 +37,16 @@ def combine_adapters(
       adapters: LoRA adapters for one base, each for some of its weights, of any rank.
       weights: a factor for each adapter.
       method: 'linear' keeps the sum exactly, with the sum of all ranks. 'ties' (Yadav et al. 2023,
-        arXiv:2306.01708) keeps the largest entries of each correction, then those with the sign that
-        has more weight, and takes their mean. 'dare' (Yu et al. 2023, arXiv:2311.03099) keeps random
-        entries, and divides them by `density`.
+        arXiv:2306.01708) keeps the largest entries of each correction, then those with the sign of
+        their sum, and takes their weighted mean, as PEFT does. 'dare' (Yu et al. 2023,
+        arXiv:2311.03099) keeps random entries, divides them by `density`, and adds them. 'dare_ties'
+        keeps entries as 'dare', and adds them as 'ties'; 'magnitude_prune' keeps entries as 'ties', and
+        adds them all.
       rank: the rank of the result, which is the nearest matrix of this rank, by its singular values.
         None: the exact rank for 'linear', the largest rank of the adapters for the others.
-      density: the fraction of entries to keep, for 'ties' and 'dare'; 'ties' keeps exactly this
-        fraction of each matrix, rounded up.
-      key: a random key, or an integer seed, for 'dare'.
+      density: the fraction of entries to keep, for all methods but 'linear'. The largest entries are
+        exactly this fraction of each matrix, rounded up.
+      key: a random key, or an integer seed, for 'dare' and 'dare_ties'.
 
     Returns:
       The adapter; its scale is 1.
@@ -78,48 +80,61 @@ def combine_adapters(
             new = new if rank is None else _nearest(new.delta(), rank)
         else:
             largest = max(lora.rank for lora, _ in parts)
-            deltas = [weight * lora.delta() for lora, weight in parts]
-            new = _nearest(merge(path, deltas), rank or largest)
+            deltas, by = [lora.delta() for lora, _ in parts], [weight for _, weight in parts]
+            new = _nearest(merge(path, deltas, jnp.asarray(by, deltas[0].dtype)), rank or largest)
         if any(isinstance(lora, RestLoRA) for lora, _ in parts):
             new = RestLoRA.of_factors(new.a, new.b, new.factor)
         found[path] = with_matrix(own[0][0], new)
     return AdapterParts(found, bases=bases)
 
 
+# How each method drops entries of the corrections, and how it adds the rest.
+_METHODS = {
+    "ties": ("largest", "elected"),
+    "dare": ("random", "all"),
+    "dare_ties": ("random", "elected"),
+    "magnitude_prune": ("largest", "all"),
+}
+
+
 def _merging(
     method: str, density: float | None, key: Key | None
-) -> Callable[[str, _Deltas], jax.Array] | None:
-    """A function of a path and corrections that makes one correction; None for the plain sum."""
+) -> Callable[[str, _Deltas, jax.Array], jax.Array] | None:
+    """A function of a path, corrections and weights that makes one; None for the plain sum."""
     if method == "linear" and density is None:
         return None
     if method == "linear":
-        raise ValueError("density: it is for 'ties' and 'dare'; 'linear' keeps everything")
-    if method not in ("ties", "dare"):
-        raise ValueError(f"method: expected 'linear', 'ties' or 'dare', got {method!r}")
+        raise ValueError("density: it is for the other methods; 'linear' keeps everything")
+    if not isinstance(method, str) or method not in _METHODS:
+        names = ", ".join(map(repr, ("linear", *_METHODS)))
+        raise ValueError(f"method: expected one of {names}, got {method!r}")
     if density is None or not 0 < density <= 1:
         raise ValueError(f"density: expected a number above 0 and up to 1, got {density!r}")
-    if method == "ties":
-        return lambda path, deltas: _ties(deltas, density)
-    if key is None:
-        raise ValueError("key: 'dare' draws what it keeps; give a random key")
-    key = as_key(key)
+    kept, added = _METHODS[method]
+    if kept == "random" and key is None:
+        raise ValueError(f"key: {method!r} draws what it keeps; give a random key")
+    drawn_with = None if kept == "largest" else as_key(key)
 
-    def dare(path: str, deltas: _Deltas) -> jax.Array:
-        keys = jax.random.split(Parameter("", path, None).key_from(key), len(deltas))
-        kept = (
-            jax.random.bernoulli(k, density, x.shape) * x for k, x in zip(keys, deltas, strict=True)
-        )
-        return sum(kept, jnp.zeros(())) / density
+    def merge(path: str, deltas: _Deltas, weights: jax.Array) -> jax.Array:
+        if drawn_with is None:
+            rest = jnp.stack([_largest(x, density) for x in deltas])
+        else:
+            own = Parameter("", path, None).key_from(drawn_with)
+            keys = jax.random.split(own, len(deltas))
+            draws = [jax.random.bernoulli(k, density, deltas[0].shape) for k in keys]
+            rest = jnp.stack([d * x for d, x in zip(draws, deltas, strict=True)]) / density
+        weights = weights.reshape(-1, *(1 for _ in deltas[0].shape))
+        return (weights * rest).sum(0) if added == "all" else _elected(rest, weights)
 
-    return dare
+    return merge
 
 
-def _ties(deltas: _Deltas, density: float) -> jax.Array:
-    trimmed = jnp.stack([_largest(x, density) for x in deltas])
-    sign = jnp.sign(trimmed.sum(0))
+def _elected(deltas: jax.Array, weights: jax.Array) -> jax.Array:
+    """The weighted mean of the entries that have the sign of their sum, over the first axis."""
+    sign = jnp.where(deltas.sum(0) >= 0, 1, -1)
     # (NaN does not agree with any sign, but has to reach the result.)
-    agreeing = ((jnp.sign(trimmed) == sign[None]) & (trimmed != 0)) | jnp.isnan(trimmed)
-    return jnp.where(agreeing, trimmed, 0).sum(0) / jnp.maximum(agreeing.sum(0), 1)
+    agreeing = (jnp.sign(deltas) == sign[None]) | jnp.isnan(deltas)
+    return jnp.where(agreeing, weights * deltas, 0).sum(0) / jnp.maximum(agreeing.sum(0), 1)
 
 
 def _largest(x: jax.Array, density: float) -> jax.Array:
