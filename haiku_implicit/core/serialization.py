@@ -98,15 +98,6 @@ def _short(name: str) -> str:
     return f"{package}.{name.rpartition('.')[2]}" if name.startswith(f"{package}.") else name
 
 
-def with_short_names(x: Any) -> Any:
-    """Static metadata as JSON, in which the names of this library's types omit their modules."""
-    if isinstance(x, dict):
-        return {key: with_short_names(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return list(map(with_short_names, x))
-    return _short(x) if isinstance(x, str) else x
-
-
 def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
     """Lets checkpoints (`haiku_implicit.save`) hold objects of a named tuple or a dataclass.
 
@@ -381,8 +372,7 @@ def _decode_structure(data: Any) -> Any:
     """Makes a tree of an encoded structure."""
     if data == "leaf":
         return 0
-    # Files from before have the modules of this library's types in their names.
-    name, children = _short(data[0]), list(map(_decode_structure, data[1]))
+    name, children = data[0], list(map(_decode_structure, data[1]))
     if name in ("NoneType", "tuple"):
         return tuple(children) if name == "tuple" else None
     if name not in _nodes:
