@@ -156,7 +156,7 @@ class _ProgramCache:
         return program
 
     def _jit(self, static: Static) -> Any:
-        def run(values: list[Array]) -> Any:
+        def run(values: list[Array]) -> Tree:
             with events.recording() as log, self.watch() as facts:
                 out = self.call(static, values)
             out = tree_map_with_implicit(lambda x: x if is_value(x) else Carried([x]), out)

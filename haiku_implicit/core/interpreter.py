@@ -29,7 +29,7 @@ from haiku_implicit.core.bind import bind, is_hashable
 from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
 from haiku_implicit.core.sharding import in_type
-from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, Primitive, Result
+from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, Primitive, Result, Tree
 
 # For each primitive that carries a jaxpr (see `higher_order`), and for our own primitives (`box`,
 # `dense`), the function that runs it on implicit operands.
@@ -322,7 +322,7 @@ def _materialized(x: Array) -> jax.Array:
     return out
 
 
-def call_interpreted(fun: Callable[..., Any], leaves: Sequence[Array]) -> Any:
+def call_interpreted(fun: Callable[..., Any], leaves: Sequence[Array]) -> Tree:
     """Traces `fun` with a dense tracer for each leaf, and interprets the jaxpr on the leaves.
 
     Args:

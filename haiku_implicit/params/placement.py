@@ -215,7 +215,7 @@ def _by_rules(paths: Sequence[str], rules: Sequence[tuple[Any, Any]]) -> list[Pa
     return found
 
 
-def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> None:
+def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: MeshLike) -> None:
     """Raises for a spec with axes that the mesh or the array does not have."""
     unknown = set(names_in(spec)) - set(mesh.shape)
     if unknown:
@@ -228,7 +228,7 @@ def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> No
         raise ValueError(f"{what}: {spec} is for {len(spec)} axes, the array has {len(shape)}")
 
 
-def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> str | None:
+def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: MeshLike) -> str | None:
     """The reason that an axis can't be cut evenly, in words; None if all axes can."""
     for axis, (length, entry) in enumerate(zip(shape, padded_spec(spec, len(shape)), strict=True)):
         if length % (count := num_parts(entry, mesh)):

@@ -16,7 +16,7 @@ import numpy as np
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
-from haiku_implicit.core.typing import Tree
+from haiku_implicit.core.typing import Array, Tree
 
 
 def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
@@ -84,7 +84,7 @@ def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
 
     @functools.lru_cache(maxsize=cache_size)
     def compiled(static: _Part) -> Callable[[list[Any]], Any]:
-        def run(values: list[Any]) -> Any:
+        def run(values: list[Array]) -> Tree:
             made = _Rebuilt(iter(values))
             fun, args, kwargs = static.rebuild(made)
             out = fun(*args, **kwargs)
@@ -96,7 +96,7 @@ def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        values: list[Any] = []
+        values: list[Array] = []
         try:
             static = _tree((fun, args, kwargs), values, _argument)
             program = compiled(static)
@@ -207,7 +207,7 @@ def _copy(x: Any) -> Any:
     return other
 
 
-def _tree(tree: Tree, values: list[Any], leaf: Callable[[Any, list[Any]], _Part]) -> _Part:
+def _tree(tree: Tree, values: list[Array], leaf: Callable[[Any, list[Array]], _Part]) -> _Part:
     """A tree without its values, which it adds to `values`; an implicit array is one leaf of it."""
     leaves, treedef = tree_flatten_with_implicit(tree)
     parts = tuple([leaf(x, values) for x in leaves])
@@ -241,7 +241,7 @@ _FUNCTIONS = (
 )
 
 
-def _argument(x: Any, values: list[Any]) -> _Part:
+def _argument(x: Any, values: list[Array]) -> _Part:
     """Converts a leaf of the arguments. Objects and the `self` of bound methods are taken apart."""
     if isinstance(x, types.MethodType):
         return _method(x, _argument(x.__self__, values))
@@ -257,7 +257,7 @@ def _argument(x: Any, values: list[Any]) -> _Part:
     return _object(x, attributes)
 
 
-def _leaf(x: Any, values: list[Any]) -> _Part:
+def _leaf(x: Any, values: list[Array]) -> _Part:
     """Converts a leaf to a value or a static part, without taking it apart."""
     if is_value(x):
         values.append(x)

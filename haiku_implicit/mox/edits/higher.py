@@ -221,7 +221,7 @@ def _while(node: Any, pieces: Pieces, known: set[Var]) -> Functions:
             )
         return nested(by_path(first[0]) | by_path(second[0])), second[1]
 
-    def apply(params: Params, state: State, rng: Any, *arrays: Array) -> Tree:
+    def apply(params: Params, state: State, rng: Key | None, *arrays: Array) -> Tree:
         cond_consts, body_consts, carry = _cut(arrays, num_cond, num_body)
 
         def flags_of(carry: Array) -> Array:

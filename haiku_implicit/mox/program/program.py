@@ -162,7 +162,7 @@ def program_of(
     face = Interface(leading, signature, params, state, rng, own, interface.slot_of(None), {})
     returned: dict[Any, Static] = {}
 
-    def on_arrays(*arrays: Array) -> list[Any]:
+    def on_arrays(*arrays: Array) -> list[Array]:
         args, kwargs = face.arguments(arrays)
         out = apply(*args, **kwargs)
         out, state = out if has_state else (out, None)
@@ -249,7 +249,7 @@ def with_shapes(
     key = usual_key() if rng is None else rng
     structure, arrays = marks.split((key, args, kwargs), interface.is_array)
 
-    def on_arrays(*arrays: Array) -> Any:
+    def on_arrays(*arrays: Array) -> Tree:
         key, args, kwargs = structure.merge(arrays)
         return transformed.init(key, *args, **kwargs)
 
@@ -306,11 +306,11 @@ class Piece:
 
 def run(
     body: Body,
-    consts: Sequence[Any],
-    args: Sequence[Any],
+    consts: Sequence[Array],
+    args: Sequence[Array],
     pieces: Mapping[int, Piece] | None = None,
-    run_piece: Callable[..., Sequence[Any]] | None = None,
-) -> list[Any]:
+    run_piece: Callable[..., Sequence[Array]] | None = None,
+) -> list[Array]:
     """Binds the equations of a program, in their order, to these values.
 
     Under `marks.marking` the calls in it are marked again.
@@ -378,7 +378,7 @@ class _Run:
         self.define(new.outputs, results)
 
 
-def run_equation(node: Equation, operands: Sequence[Array], outer: Any = None) -> list[Any]:
+def run_equation(node: Equation, operands: Sequence[Array], outer: Any = None) -> list[Array]:
     """Binds the primitive of an equation, with the name stack and the settings it was traced with.
 
     Args:
