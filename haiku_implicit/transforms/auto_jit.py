@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.bind import is_hashable
 from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
 from haiku_implicit.core.typing import Array, Tree
 
@@ -281,13 +282,7 @@ def _has_identity(x: Any) -> bool:
 
 def _has_contents(x: Any) -> bool:
     """Whether the hash of `x` depends on its contents."""
-    if _has_identity(x):
-        return False
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
+    return not _has_identity(x) and is_hashable(x)
 
 
 def _path_to(leaf: Any, tree: Tree) -> list[str]:
