@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.bind import is_hashable
+from haiku_implicit.core.eager import BY_IDENTITY
 from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
 from haiku_implicit.core.typing import Array, Tree
 
@@ -229,17 +229,7 @@ class _NotHashable(Exception):
 
 
 # Functions, and objects made from them, do not compute with attributes.
-_FUNCTIONS = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    type,
-    functools.partial,
-    np.ufunc,
-    jax.custom_jvp,
-    jax.custom_vjp,
-    type(jax.jit(lambda: None)),
-)
+_FUNCTIONS = (*BY_IDENTITY, types.ModuleType, functools.partial)
 
 
 def _argument(x: Any, values: list[Array]) -> _Part:

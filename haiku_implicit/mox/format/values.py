@@ -380,10 +380,6 @@ _SIMPLE: dict[str, Kind] = {
         lambda x: one_of(_scalars(), "type of numbers", x),
     ),
     "number": Kind(_is_of(np.generic), array_to_json, lambda x: array_from_json(x)[()]),
-    "aval": Kind(lambda x: isinstance(x, jax.core.ShapedArray), type_to_json, aval_from_json),
-    "unspecified": Kind(
-        lambda x: x is compat.UNSPECIFIED, lambda x: True, lambda x: compat.UNSPECIFIED
-    ),
     "unsharded": Kind(
         lambda x: isinstance(x, jax.sharding.NamedSharding) and x.mesh.empty and not any(x.spec),
         lambda x: len(x.spec),
