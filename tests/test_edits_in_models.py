@@ -207,11 +207,11 @@ def test_new_parameters_are_trained_as_in_the_tree():
 @pytest.mark.parametrize(
     ("put", "old", "new"),
     [
-        (hk.custom_creator, hki.lora_creator(2, 4.0), part(hki.add_lora, rank=2, alpha=4.0)),
-        (hk.custom_getter, hki.lora_getter(2, 4.0), part(hki.add_lora, rank=2, alpha=4.0)),
+        (hk.custom_creator, hki.lora_creator(2, alpha=4.0), part(hki.add_lora, rank=2, alpha=4.0)),
+        (hk.custom_getter, hki.lora_getter(2, alpha=4.0), part(hki.add_lora, rank=2, alpha=4.0)),
         (
             hk.custom_creator,
-            hki.quantize_creator("int4", 4),
+            hki.quantize_creator("int4", group_size=4),
             part(hki.quantize_params, dtype="int4", group_size=4),
         ),
         (hk.custom_creator, hki.zeros_creator(".*/b"), part(hki.zero_params, targets=".*/b")),

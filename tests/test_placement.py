@@ -232,14 +232,6 @@ class Forgetful(Declared, core_ndim=2):
     field_axes = {"u": "n"}
 
 
-@dataclasses.dataclass
-class Hooked(Outer, core_ndim=2):
-    """A type from before `field_axes`."""
-
-    def partition_spec(self, spec, mesh):
-        return self._replace(u=P(*spec[:-1]), v=P(*spec[:-2], spec[-1]))
-
-
 def test_a_declaration_of_axes_splits_a_type():
     w = Declared(jnp.ones((2, 4)), jnp.ones((2, 8)), jnp.ones(2))
     part = shard_specs(w, P("data", None, "model"), MESH)
@@ -260,30 +252,10 @@ def test_a_type_whose_parts_need_more_is_only_placed():
     assert found == {"w/u": ("data", "model"), "w/v": ("data", None), "w/factor": (None,)}
 
 
-def test_a_hook_from_before_counts_in_other_types_too():
-    w = hki.ScaledMatrix(Hooked(jnp.ones(4), jnp.ones(8)), jnp.ones(8), -1)
-    part = shard_specs(w, P(None, "model"), MESH)
-    assert (part.matrix.u, part.matrix.v, part.scale) == (P(None), P("model"), P("model"))
-
-
-def test_other_hooks_from_before_are_named():
-    with pytest.warns(UserWarning, match="Old.field_specs is not asked any more: declare field_ax"):
-
-        @dataclasses.dataclass
-        class Old(Outer, core_ndim=2):
-            def field_specs(self, spec, mesh):
-                return {}
-
-
 def test_a_declaration_that_lacks_an_axis_gives_no_parts():
     w = Forgetful(jnp.ones(4), jnp.ones(8), jnp.ones(()))
     assert shard_specs(w, P(None, "model"), MESH) is NotImplemented
     assert shard_specs(w, P("model"), MESH).u == P("model")
-
-
-def test_a_type_with_the_former_hook_is_split_by_it():
-    found = specs_of({"w": Hooked(jnp.ones(4), jnp.ones(8))}, P("data", "model"))
-    assert found == {"w/u": ("data",), "w/v": ("model",)}
 
 
 @pytest.mark.parametrize("mesh", [None, 4, ("data",), P()])

@@ -6,8 +6,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.arrays.adapter import Adapter, alpha_or, uniform
-from haiku_implicit.arrays.drawing import zeros
+from haiku_implicit.arrays.adapter import Adapter, alpha_or
+from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import FROZEN

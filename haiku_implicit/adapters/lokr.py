@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from haiku_implicit.adapters.operators import Kronecker
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, filled, uniform
-from haiku_implicit.arrays.drawing import zeros
+from haiku_implicit.arrays.adapter import Adapter, filled
+from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.typing import Array
 

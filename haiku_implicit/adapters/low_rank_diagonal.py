@@ -7,8 +7,8 @@ import jax
 
 from haiku_implicit.adapters.operators import Diagonal
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, alpha_or, uniform
-from haiku_implicit.arrays.drawing import zeros
+from haiku_implicit.arrays.adapter import Adapter, alpha_or
+from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.typing import Array

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.arrays import drawing
 from haiku_implicit.core.array import data_names
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import FROZEN
-from haiku_implicit.core.typing import Array, DType, Params
+from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers.options import is_positive_integer
 
@@ -164,12 +163,6 @@ def method_named(name: str) -> type[Adapter] | None:
         names = " and ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found)
         raise ValueError(f"method: {name!r} is the name of {names}. Give the class")
     return found[-1] if found else None
-
-
-def uniform(key: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
-    """Draws a first factor `[..., n, r]`, uniform in ±1/sqrt(n)."""
-    bound = shape[-2] ** -0.5
-    return drawing.uniform(key, shape, dtype, bound)
 
 
 def filled(value: float, batch: tuple[int, ...]) -> jax.Array:

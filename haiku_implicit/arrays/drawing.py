@@ -37,8 +37,11 @@ def drawn(draw: Draw, key: jax.Array, shape: tuple[int, ...], dtype: DType) -> j
     return jax.device_put(numbers[:size].reshape(shape))
 
 
-def uniform(key: jax.Array, shape: tuple[int, ...], dtype: DType, bound: float) -> jax.Array:
-    """Draws uniformly in ±bound."""
+def uniform(
+    key: jax.Array, shape: tuple[int, ...], dtype: DType, bound: float | None = None
+) -> jax.Array:
+    """Draws uniformly in ±bound; by default a first factor `[..., n, r]`, in ±1/sqrt(n)."""
+    bound = 1 / math.sqrt(shape[-2]) if bound is None else bound
     draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
     return drawn(draw, key, shape, dtype)
 

@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -200,12 +199,6 @@ BY_NAME: dict[str, LoRAInit] = {
 }
 
 
-def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
-    """Draws `a`; in float64 the bound is not the one of `adapter.uniform` in its last bit."""
-    bound = 1 / math.sqrt(shape[-2])
-    return drawing.uniform(key, shape, dtype, bound)
-
-
 def init_of(init: LoRAInit | Initializer | str | None) -> LoRAInit:
     """The initialization for an argument `init=`; None draws `a` uniformly.
 
@@ -216,7 +209,7 @@ def init_of(init: LoRAInit | Initializer | str | None) -> LoRAInit:
         if init not in BY_NAME:
             raise ValueError(f"init: expected a function or one of {sorted(BY_NAME)}, got {init!r}")
         return BY_NAME[init]
-    return init if isinstance(init, LoRAInit) else Drawn(init or _uniform)
+    return init if isinstance(init, LoRAInit) else Drawn(init or drawing.uniform)
 
 
 def truncated(w: jax.Array, rank: int, scale: float) -> tuple[jax.Array, jax.Array]:

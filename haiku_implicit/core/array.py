@@ -23,7 +23,6 @@ from haiku_implicit.core.fields import (
     as_shape,
     canonical,
 )
-from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.typing import Array, Tree, TreeDef
 
 # The keywords of a class, as the docstring of `ImplicitArray` describes them.
@@ -129,11 +128,6 @@ class ImplicitArray(abc.ABC):
         for name in ("__repr__", "__eq__", "__hash__"):
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(ImplicitArray, name))
-        for name in ("field_specs", "placement_spec", "fitted"):
-            if name in cls.__dict__:
-                warn_caller(
-                    f"{cls.__name__}.{name} is not asked any more: declare field_axes instead"
-                )
         if "materialize" in cls.__dict__:
             cls.materialize = _of_dense_fields(cls.materialize)  # type: ignore[assignment,method-assign]
         jax.tree_util.register_pytree_with_keys(

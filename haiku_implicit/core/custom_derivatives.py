@@ -220,7 +220,7 @@ def interpreted_again(operands: Operands, params: EqnParams) -> list[Array]:
     call: Call = params["call"]
     body = jax.make_jaxpr(lambda *arrays: call.run(list(arrays)))(*map(dense_struct, operands))
 
-    def original(dense: Sequence[Array]) -> list[Any]:
+    def original(dense: Sequence[Array]) -> list[Array]:
         return call_p.bind(*dense, call=call)
 
     return _interpreted(body, original, call.name, operands)

@@ -156,7 +156,7 @@ class _ProgramCache:
         return program
 
     def _jit(self, static: Static) -> Any:
-        def run(values: list[Array]) -> Any:
+        def run(values: list[Array]) -> Tree:
             with events.recording() as log, self.watch() as facts:
                 out = self.call(static, values)
             out = tree_map_with_implicit(lambda x: x if is_value(x) else Carried([x]), out)
@@ -180,7 +180,7 @@ def _as_array(x: Any) -> jax.Array:
 
 # Types whose equal values are interchangeable, so that they can be a part of a key.
 _BY_VALUE = (bool, int, str, bytes, enum.Enum, np.dtype, range)
-_BY_IDENTITY = (
+BY_IDENTITY = (
     type,
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -201,7 +201,7 @@ def _key(static: Static) -> Any:
         x = None if leaf is None else leaf[0]
         if isinstance(x, float | complex):
             key.append((type(x), repr(x)))  # tells 0. from -0., and nan is equal to itself
-        elif leaf is None or isinstance(x, _BY_VALUE + _BY_IDENTITY) or _hashes_contents(x):
+        elif leaf is None or isinstance(x, _BY_VALUE + BY_IDENTITY) or _hashes_contents(x):
             key.append(leaf and (type(x), x))
         else:
             return None

@@ -134,7 +134,7 @@ def _leaves(consts: Array, operands: Sequence[Array]) -> list[Array]:
 
 
 @handles(jex.closed_call_p, jex.call_p, compat.custom_vmap_p)
-def call(operands: Operands, params: EqnParams) -> list[Any]:
+def call(operands: Operands, params: EqnParams) -> list[Array]:
     """Runs a plain call: its equations are interpreted in place.
 
     This includes functions with a custom rule for `vmap`, which handles dense arrays only.

@@ -5,7 +5,7 @@ the rule, and `densify` makes a dense array if no rule applies.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from haiku_implicit.core.bind import bind, is_hashable
 from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
 from haiku_implicit.core.sharding import in_type
-from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, Primitive, Result
+from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, Primitive, Result, Tree
 
 # For each primitive that carries a jaxpr (see `higher_order`), and for our own primitives (`box`,
 # `dense`), the function that runs it on implicit operands.
@@ -322,7 +322,7 @@ def _materialized(x: Array) -> jax.Array:
     return out
 
 
-def call_interpreted(fun: Callable[..., Any], leaves: Sequence[Array]) -> Any:
+def call_interpreted(fun: Callable[..., Any], leaves: Sequence[Array]) -> Tree:
     """Traces `fun` with a dense tracer for each leaf, and interprets the jaxpr on the leaves.
 
     Args:
@@ -364,12 +364,15 @@ def _jaxpr_makes_boxes(jaxpr: Jaxpr) -> bool:
 
 
 def _sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    return [sub for value in eqn.params.values() for sub in _jaxprs_in(value)]
+    return [getattr(jaxpr, "jaxpr", jaxpr) for _, jaxpr in jaxprs_of(eqn.params)]
 
 
-def _jaxprs_in(value: Any) -> list[Jaxpr]:
-    if isinstance(value, ClosedJaxpr):
-        return [value.jaxpr]
-    if isinstance(value, Jaxpr):
-        return [value]
-    return [j for v in value for j in _jaxprs_in(v)] if isinstance(value, tuple | list) else []
+def jaxprs_of(params: Mapping[str, EqnParam]) -> Iterator[tuple[str, Any]]:
+    """The jaxprs among the parameters of an equation, closed or open, with their names."""
+    for name, value in params.items():
+        if isinstance(value, Jaxpr | ClosedJaxpr):
+            yield name, value
+        elif isinstance(value, tuple | list):
+            for i, x in enumerate(value):
+                if isinstance(x, Jaxpr | ClosedJaxpr):
+                    yield f"{name}[{i}]", x

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 from jax import export
 from jax.extend import source_info_util
 
-from haiku_implicit.core.messages import JAX, LIBRARIES, warn_caller
+from haiku_implicit.core.messages import JAX, LIBRARIES, text_table, warn_caller
 from haiku_implicit.core.typing import Array
 
 Policy = Literal["allow", "warn", "error"]
@@ -158,11 +158,7 @@ class MaterializationReport:
             for e, n in sorted(self, key=lambda en: -en[0].nbytes * en[1])
         ]
         rows.append((str(self.count), f"{self.nbytes:,}", "all", "", "", "", ""))
-        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-        return "\n".join(
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in [header, *rows]
-        )
+        return text_table(header, rows, numbers=0)
 
 
 _policy: contextvars.ContextVar[Policy] = contextvars.ContextVar("policy", default="warn")

@@ -7,7 +7,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import haiku as hk
 import jax
@@ -104,4 +104,21 @@ def printable(text: str, keep: str = "") -> str:
         return text
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: int) -> str:
+    """Formats rows of text as columns below their names.
+
+    Args:
+      names: the names of the columns.
+      rows: the text of each cell, which stays on one line whatever characters it has.
+      numbers: how many of the last columns are aligned to the right.
+    """
+    lines = [tuple(names), *(tuple(map(printable, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [str.ljust] * (len(widths) - numbers) + [str.rjust] * numbers
+    return "\n".join(
+        "  ".join(side(x, n) for side, x, n in zip(sides, line, widths, strict=True)).rstrip()
+        for line in lines
     )

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax import export
 
-from haiku_implicit.core.typing import TreeDef
+from haiku_implicit.core.typing import Json, Tree, TreeDef
 
 T = TypeVar("T")
 
@@ -96,15 +96,6 @@ def _full_name(kind: type) -> str:
 def _short(name: str) -> str:
     package = __name__.partition(".")[0]
     return f"{package}.{name.rpartition('.')[2]}" if name.startswith(f"{package}.") else name
-
-
-def with_short_names(x: Any) -> Any:
-    """Static metadata as JSON, in which the names of this library's types omit their modules."""
-    if isinstance(x, dict):
-        return {key: with_short_names(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return list(map(with_short_names, x))
-    return _short(x) if isinstance(x, str) else x
 
 
 def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
@@ -200,7 +191,7 @@ def node_named(name: str) -> Node | None:
 
 
 @contextlib.contextmanager
-def naming_lost_types(*trees: Any) -> Iterator[None]:
+def naming_lost_types(*trees: Tree) -> Iterator[None]:
     """Turns an error about a dict that lost its type into one that names the type.
 
     Args:
@@ -273,7 +264,7 @@ def _path_of(mapping: Mapping[str, Any], trees: Sequence[Any]) -> str:
 # --- static data ---------------------------------------------------------------------------------
 
 
-def encode_node(node: Node, aux: Sequence[Any]) -> Any:
+def encode_node(node: Node, aux: Sequence[Any]) -> Json:
     children, names = node.fields()
     static = {}
     for name, value in zip(names, aux, strict=True):
@@ -287,7 +278,7 @@ def encode_node(node: Node, aux: Sequence[Any]) -> Any:
     return {"children": list(children), "static": static}
 
 
-def decode_node(node: Node, data: Any) -> tuple[Any, ...]:
+def decode_node(node: Node, data: Json) -> tuple[Any, ...]:
     children, names = node.fields()
     found, own = data["static"], [name.lstrip("_") for name in names]
     if data["children"] != list(children) or sorted(found) != sorted(own):
@@ -298,7 +289,7 @@ def decode_node(node: Node, data: Any) -> tuple[Any, ...]:
     return tuple(decode(found[name]) for name in own)
 
 
-def encode(x: Any) -> Any:
+def encode(x: Any) -> Json:
     """Converts a value for JSON: tuples to lists, other types that JSON lacks to `{kind: parts}`."""
     if x is None or type(x) in (bool, int, float, str):
         return x
@@ -330,13 +321,13 @@ def _dtype_name(x: np.dtype[Any]) -> str:
     return ""
 
 
-def decode(data: Any) -> Any:
+def decode(data: Json) -> Any:
     """Inverts `encode`. NaN is the same object each time, so that it can be a key."""
     value = _decoded(data)
     return value if value == value else _nans.setdefault(json.dumps(data), value)
 
 
-def _decoded(data: Any) -> Any:
+def _decoded(data: Json) -> Any:
     if isinstance(data, list):
         return tuple(map(decode, data))
     if not isinstance(data, dict):
@@ -364,7 +355,7 @@ def _object_of(name: str, values: dict[str, Any]) -> Any:
     return _filled(_statics[name], (), [decode(values[field.name]) for field in fields])
 
 
-def _encode_structure(treedef: TreeDef) -> Any:
+def _encode_structure(treedef: TreeDef) -> Json:
     about, children = treedef.node_data(), list(map(_encode_structure, treedef.children()))
     if about is None:
         return "leaf"
@@ -377,12 +368,11 @@ def _encode_structure(treedef: TreeDef) -> Any:
     return [node.name, children, encode_node(node, aux)]
 
 
-def _decode_structure(data: Any) -> Any:
+def _decode_structure(data: Json) -> Tree:
     """Makes a tree of an encoded structure."""
     if data == "leaf":
         return 0
-    # Files from before have the modules of this library's types in their names.
-    name, children = _short(data[0]), list(map(_decode_structure, data[1]))
+    name, children = data[0], list(map(_decode_structure, data[1]))
     if name in ("NoneType", "tuple"):
         return tuple(children) if name == "tuple" else None
     if name not in _nodes:

@@ -101,8 +101,6 @@ def shard_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
     """
     if all(entry is None for entry in spec):
         return jax.tree.map(lambda _: PartitionSpec(), x)
-    if own_hook := getattr(type(x), "partition_spec", None):  # instead of `field_axes`, as of old
-        return own_hook(x, spec, mesh)
     if not _has_shards(x):
         return NotImplemented
 
@@ -192,8 +190,6 @@ def _is_declared(x: ImplicitArray) -> bool:
 
 def _has_shards(x: ImplicitArray) -> bool:
     """Whether a type, and each type in it, declares that shards of fields are a shard of the array."""
-    if hasattr(type(x), "partition_spec"):  # a type's own hook, which `shard_specs` asks
-        return True
     nested = filter(is_implicit, flatten_one_level(x)[0])
     return _is_declared(x) and all(map(_has_shards, nested))
 

@@ -22,7 +22,7 @@ from haiku_implicit.files import structure as structures
 from haiku_implicit.files.checksums import crc_beside
 from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.file_types import open_container
-from haiku_implicit.files.matching import check_like, with_left_out
+from haiku_implicit.files.matching import check_like
 from haiku_implicit.files.parts import Box, Part, assembled, box_of
 from haiku_implicit.files.shards import names_of, shards_of
 from haiku_implicit.files.structure import Branch, Leaf, Structure
@@ -64,15 +64,15 @@ class Checkpoint(Mapping[Any, Any]):
         chosen = self._structure
         if only is not None:
             chosen = _selected(chosen, only, self._source.path)
-        left_out = [] if like is None else check_like(chosen, like, self._source.path)
+        if like is not None:
+            check_like(chosen, like, self._source.path)
         source, count = self._source, sum(1 for _ in structures.leaves_of(chosen))
         places = {}
         if shardings is not None:
             places = _by_name(chosen, shardings, source.path, self._path)
         with progress.bar("reading", count) as run:
             read = lambda leaf: run(leaf.name, source.read, leaf, places.get(leaf.name))  # noqa: E731
-            tree = structures.build(chosen, read, source.path, self._path)
-        return with_left_out(tree, like, source.path) if left_out else tree
+            return structures.build(chosen, read, source.path, self._path)
 
     def close(self) -> None:
         """Closes the files. Arrays that were read stay valid; NumPy arrays keep their file open."""

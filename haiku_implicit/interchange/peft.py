@@ -137,12 +137,10 @@ def save_peft(
         parameter without a name; if `initial` is missing, or is not the adapter's beginning.
       OSError: for a file that can't be written.
     """
-    checked_parts("adapter", adapter)
-    if adapter.dense:
-        raise ValueError(
-            f"{next(iter(adapter.dense))}: trained as a whole, which is not written here. Give "
-            "get_adapter(params) without trainable_dense=, or keep all with haiku_implicit.save"
-        )
+    way_out = (
+        "Give get_adapter(params) without trainable_dense=, or keep all with haiku_implicit.save"
+    )
+    checked_parts("adapter", adapter, f"trained as a whole, which is not written here. {way_out}")
     tensors: dict[str, Array] = {}
     ranks, alphas = {}, {}
     for path, value in adapter.weights.items():

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.core.typing import Tree
 
 
 def create_mesh(
@@ -118,7 +119,7 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
     return list(dict.fromkeys(n for s in partition_specs for n in get_names_from_partition_spec(s)))
 
 
-def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
+def with_sharding_constraint(x: Tree, partition_specs: Tree) -> Tree:
     """Applies `jax.lax.with_sharding_constraint` if the mesh has the axes; otherwise does nothing.
 
     So a model with constraints runs on one device, too. Nothing happens over manual axes of
@@ -147,7 +148,7 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
     return jax.tree.map(_constrained, partition_specs, x, is_leaf=is_spec)
 
 
-def _constrained(spec: PartitionSpec | None, tree: Any) -> Any:
+def _constrained(spec: PartitionSpec | None, tree: Tree) -> Tree:
     names = get_names_from_partition_spec(spec)
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -159,7 +160,7 @@ def _constrained(spec: PartitionSpec | None, tree: Any) -> Any:
 
 # Jitted, because JAX's function fails outside of `jit` for an array on one device.
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _split(tree: Any, spec: PartitionSpec, explicit: bool) -> Any:
+def _split(tree: Tree, spec: PartitionSpec, explicit: bool) -> Tree:
     def split(x: jax.Array) -> jax.Array:
         if explicit:
             sharding = NamedSharding(jax.sharding.get_abstract_mesh(), spec)

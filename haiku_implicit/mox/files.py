@@ -141,7 +141,7 @@ def _init_program(mox: Mox) -> Program:
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in face.invars]
     trees: list[Static] = []
 
-    def on_arrays(*arrays: Array) -> list[Any]:
+    def on_arrays(*arrays: Array) -> list[Array]:
         args, kwargs = face.arguments(arrays)
         tree, out = marks.split(init(*args, **kwargs), is_array)
         trees.append(tree)

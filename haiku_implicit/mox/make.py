@@ -13,6 +13,7 @@ from haiku_implicit.mox.mox import Mox
 from haiku_implicit.mox.program import program
 from haiku_implicit.mox.program.program import ANY_KEY, checked, program_of
 from haiku_implicit.params.haiku.frozen import Frozen
+from haiku_implicit.params.haiku.transformed import check_transformed
 
 
 def _maker(transformed: Any, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,14 +115,9 @@ def make_mox(transformed: Any) -> Callable[..., Any]:
             "transformed: a model from hki.freeze has arrays that expressions can't contain; give "
             "make_mox(model.whole), whose expression takes model.params(params)"
         )
+    check_transformed("transformed", transformed)
     if isinstance(transformed, hk.MultiTransformed | hk.MultiTransformedWithState):
         return _maker_of_several(transformed)
-    if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):
-        raise TypeError(
-            "transformed: expected what hk.transform, hk.transform_with_state, hk.multi_transform or "
-            f"transform_implicit returns, got {type(transformed).__name__}. A function is "
-            "transformed first: make_mox(hk.transform(f))"
-        )
     return _maker_of_one(transformed)
 
 

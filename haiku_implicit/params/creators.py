@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from haiku_implicit.arrays.lora_init import Initializer
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.box import box
 from haiku_implicit.core.predicates import Targets
@@ -17,66 +16,45 @@ from haiku_implicit.params.adapters.adding import add_lora
 from haiku_implicit.params.edits import quantize_params, zero_params
 from haiku_implicit.params.haiku import hooks
 from haiku_implicit.params.trees import trees
-from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.one_by_one import is_one_of_many
-from haiku_implicit.params.trees.options import GroupSize, checked_group_size
+from haiku_implicit.params.trees.options import checked_group_size
 from haiku_implicit.params.trees.selection import errors_name, is_floating
 from haiku_implicit.quantized.types.quantized_cache import QuantizedCache
 
 
-def lora_creator(
-    rank: int,
-    alpha: float | None = None,
-    targets: Targets | None = None,
-    init: Initializer | None = None,
-    matrix_axes: MatrixAxesOf | None = None,
-) -> hooks.Creator:
-    """`creator` of `add_lora` with these options."""
-    options: Any = dict(alpha=alpha, targets=targets, init=init, matrix_axes=matrix_axes)
-    return hooks.creator(hooks.checked(functools.partial(add_lora, rank=rank, **options)))
+def lora_creator(rank: int, **options: Any) -> hooks.Creator:
+    """`creator` of `add_lora` with this rank and these options."""
+    return hooks.creator(_edit(add_lora, rank=rank, **options))
 
 
-def lora_getter(
-    rank: int,
-    alpha: float | None = None,
-    targets: Targets | None = None,
-    init: Initializer | None = None,
-) -> hooks.Getter:
-    """`getter` of `add_lora` with these options."""
-    options: Any = dict(alpha=alpha, targets=targets, init=init)
-    return hooks.getter(hooks.checked(functools.partial(add_lora, rank=rank, **options)))
+def lora_getter(rank: int, **options: Any) -> hooks.Getter:
+    """`getter` of `add_lora` with this rank and these options."""
+    return hooks.getter(_edit(add_lora, rank=rank, **options))
 
 
-def quantize_creator(
-    dtype: str = "int8",
-    group_size: GroupSize = None,
-    targets: Targets | None = None,
-    **options: Any,
-) -> hooks.Creator:
-    """`creator` of `quantize_params` with these options."""
-    options |= dict(dtype=dtype, group_size=group_size, targets=targets)
-    return hooks.creator(hooks.checked(functools.partial(quantize_params, **options)))
+def quantize_creator(dtype: str = "int8", **options: Any) -> hooks.Creator:
+    """`creator` of `quantize_params` with this format and these options."""
+    return hooks.creator(_edit(quantize_params, dtype=dtype, **options))
 
 
-def quantize_getter(
-    dtype: str = "int8",
-    group_size: GroupSize = None,
-    targets: Targets | None = None,
-    **options: Any,
-) -> hooks.Getter:
-    """`getter` of `quantize_params` with these options."""
-    options |= dict(dtype=dtype, group_size=group_size, targets=targets)
-    return hooks.getter(hooks.checked(functools.partial(quantize_params, **options)))
+def quantize_getter(dtype: str = "int8", **options: Any) -> hooks.Getter:
+    """`getter` of `quantize_params` with this format and these options."""
+    return hooks.getter(_edit(quantize_params, dtype=dtype, **options))
 
 
-def zeros_getter(targets: Targets) -> hooks.Getter:
-    """`getter` of `zero_params` with these targets."""
-    return hooks.getter(hooks.checked(functools.partial(zero_params, targets=targets)))
+def zeros_getter(targets: Targets, **options: Any) -> hooks.Getter:
+    """`getter` of `zero_params` with these targets and options."""
+    return hooks.getter(_edit(zero_params, targets=targets, **options))
+
+
+def _edit(function: hooks.Edit, **options: Any) -> hooks.Edit:
+    """A function on trees with these options, which are checked now."""
+    return hooks.checked(functools.partial(function, **options))
 
 
 def zeros_creator(targets: Targets) -> hooks.Creator:
     """`creator` of `zero_params` with these targets; initializers of the targets do not run."""
-    edited = hooks.edited_alone(hooks.checked(functools.partial(zero_params, targets=targets)))
+    edited = hooks.edited_alone(_edit(zero_params, targets=targets))
 
     def create(
         next_creator: Any, shape: Sequence[int], dtype: DType, init: Any, context: Any

@@ -217,7 +217,7 @@ def _by_patterns(paths: Sequence[str], pairs: Sequence[tuple[Any, Any]]) -> list
     return found
 
 
-def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> None:
+def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: MeshLike) -> None:
     """Raises for a spec with axes that the mesh or the array does not have."""
     unknown = set(names_in(spec)) - set(mesh.shape)
     if unknown:
@@ -230,7 +230,7 @@ def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> No
         raise ValueError(f"{what}: {spec} is for {len(spec)} axes, the array has {len(shape)}")
 
 
-def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> str | None:
+def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: MeshLike) -> str | None:
     """The reason that an axis can't be cut evenly, in words; None if all axes can."""
     for axis, (length, entry) in enumerate(zip(shape, padded_spec(spec, len(shape)), strict=True)):
         if length % (count := num_shards(entry, mesh)):

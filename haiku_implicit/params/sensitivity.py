@@ -14,6 +14,7 @@ from haiku_implicit.arrays.matrix_view import tensor_of
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import text_table
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import tree_map_with_implicit
 from haiku_implicit.core.typing import Array, Params
@@ -24,7 +25,6 @@ from haiku_implicit.params.quantizing.calibrated import (
     parsed,
     quantize_with_inputs,
 )
-from haiku_implicit.params.summary import text_table
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 

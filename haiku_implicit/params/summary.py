@@ -14,7 +14,7 @@ import numpy as np
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_values, flatten_one_level, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.messages import printable
+from haiku_implicit.core.messages import text_table
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, JsonObject, Params, Tree
 from haiku_implicit.params.adapters.parts import check_whole
@@ -339,20 +339,3 @@ def _relative(distances: Sequence[_Distance]) -> float:
     if not apart:
         return 0.0
     return math.sqrt(apart / of_first) if of_first else math.inf
-
-
-def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: int) -> str:
-    """Formats rows of text as columns below their names.
-
-    Args:
-      names: the names of the columns.
-      rows: the text of each cell, which stays on one line whatever characters it has.
-      numbers: how many of the last columns are aligned to the right.
-    """
-    lines = [tuple(names), *(tuple(map(printable, row)) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = [str.ljust] * (len(widths) - numbers) + [str.rjust] * numbers
-    return "\n".join(
-        "  ".join(side(x, n) for side, x, n in zip(sides, line, widths, strict=True)).rstrip()
-        for line in lines
-    )

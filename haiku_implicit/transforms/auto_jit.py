@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.bind import is_hashable
+from haiku_implicit.core.eager import BY_IDENTITY
 from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
-from haiku_implicit.core.typing import Tree
+from haiku_implicit.core.typing import Array, Tree
 
 
 def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
@@ -84,7 +85,7 @@ def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
 
     @functools.lru_cache(maxsize=cache_size)
     def compiled(static: _Part) -> Callable[[list[Any]], Any]:
-        def run(values: list[Any]) -> Any:
+        def run(values: list[Array]) -> Tree:
             made = _Rebuilt(iter(values))
             fun, args, kwargs = static.rebuild(made)
             out = fun(*args, **kwargs)
@@ -96,7 +97,7 @@ def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        values: list[Any] = []
+        values: list[Array] = []
         try:
             static = _tree((fun, args, kwargs), values, _argument)
             program = compiled(static)
@@ -207,7 +208,7 @@ def _copy(x: Any) -> Any:
     return other
 
 
-def _tree(tree: Tree, values: list[Any], leaf: Callable[[Any, list[Any]], _Part]) -> _Part:
+def _tree(tree: Tree, values: list[Array], leaf: Callable[[Any, list[Array]], _Part]) -> _Part:
     """A tree without its values, which it adds to `values`; an implicit array is one leaf of it."""
     leaves, treedef = tree_flatten_with_implicit(tree)
     parts = tuple([leaf(x, values) for x in leaves])
@@ -228,20 +229,10 @@ class _NotHashable(Exception):
 
 
 # Functions, and objects made from them, do not compute with attributes.
-_FUNCTIONS = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    type,
-    functools.partial,
-    np.ufunc,
-    jax.custom_jvp,
-    jax.custom_vjp,
-    type(jax.jit(lambda: None)),
-)
+_FUNCTIONS = (*BY_IDENTITY, types.ModuleType, functools.partial)
 
 
-def _argument(x: Any, values: list[Any]) -> _Part:
+def _argument(x: Any, values: list[Array]) -> _Part:
     """Converts a leaf of the arguments. Objects and the `self` of bound methods are taken apart."""
     if isinstance(x, types.MethodType):
         return _method(x, _argument(x.__self__, values))
@@ -257,7 +248,7 @@ def _argument(x: Any, values: list[Any]) -> _Part:
     return _object(x, attributes)
 
 
-def _leaf(x: Any, values: list[Any]) -> _Part:
+def _leaf(x: Any, values: list[Array]) -> _Part:
     """Converts a leaf to a value or a static part, without taking it apart."""
     if is_value(x):
         values.append(x)
@@ -281,13 +272,7 @@ def _has_identity(x: Any) -> bool:
 
 def _has_contents(x: Any) -> bool:
     """Whether the hash of `x` depends on its contents."""
-    if _has_identity(x):
-        return False
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
+    return not _has_identity(x) and is_hashable(x)
 
 
 def _path_to(leaf: Any, tree: Tree) -> list[str]:

@@ -198,7 +198,7 @@ def test_apart_from_its_base_and_in_a_file(method, tmp_path):
                         hki.get_adapter(params))  # fmt: skip
 
 
-# The options that have one structure, and what a file of an older version has None for.
+# The options that have one structure, and the field that an adapter made by hand may have as None.
 SCALED = {
     "lora": ([dict(rank=2), dict(rank=2, alpha=8.0),
               dict(rank=2, alpha=8.0, rank_stabilized=True)], "factor"),

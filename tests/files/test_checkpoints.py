@@ -198,6 +198,7 @@ def lora(rank=2):
         ({"m": {"w": lora(), "b": 1, "c": 1}}, "m/c: missing in the file, `like` has a Python value there"),
         ([], "the tree: expected list, found dict"),
         ({"m": {"w": lora()._replace(a=jnp.ones((4, 2), jnp.bfloat16)), "b": 1}}, "m/w"),
+        ({"m": {"w": lora()._replace(factor=jnp.ones(())), "b": 1}}, "m/w.factor: expected an array .*, found None"),
     ],
 )  # fmt: skip
 def test_a_tree_that_is_not_like_the_other(like, message, path):

@@ -23,7 +23,6 @@ import haiku_implicit as hki
 from haiku_implicit.command_line.main import main
 from tests.adapter_cases import CASES as ADAPTERS
 from tests.cases import CASES
-from tests.files.by_hand import change
 from tests.files.trees import OTHERS, as_jax, assert_same, made
 from tests.tiers import few
 
@@ -35,24 +34,10 @@ def path(tmp_path):
     return tmp_path / "tree.safetensors"
 
 
-def as_older_versions_wrote_it(path):
-    """Removes from a file the entry that says which arrays belong together."""
-
-    def without(x):
-        if isinstance(x, dict):
-            return {key: without(y) for key, y in x.items() if key != "whole"}
-        return list(map(without, x)) if isinstance(x, list) else x
-
-    change(path, without)
-
-
 def check(path, tree):
-    """A tree is read back as it is, also from a file of an older version."""
+    """A tree is read back as it is."""
     hki.save(path, tree)
-    wanted = jax.tree.map(as_jax, tree)
-    assert_same(hki.load(path, like=tree), wanted)
-    as_older_versions_wrote_it(path)
-    assert_same(hki.load(path, like=tree), wanted)
+    assert_same(hki.load(path, like=tree), jax.tree.map(as_jax, tree))
 
 
 # --- states of optimizers ------------------------------------------------------------------------
@@ -157,7 +142,7 @@ def trained(kind="int8", optimizer="adam"):
 )
 def test_a_state_of_freeze_declared_in_each_way_to_read_it(kind, optimizer, path, capsys):
     tree = trained(kind, optimizer)
-    check(path, tree)  # which leaves a file as older versions wrote it
+    check(path, tree)
     host = hki.load(path, numpy=True)
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(host["optimizer"]))
     jax.tree.map(np.testing.assert_array_equal, host, tree)

@@ -309,7 +309,9 @@ def test_too_many_arguments():
 
 @pytest.mark.parametrize("thing", [hk.nets.MLP, lambda x: x, (len, len), None])
 def test_what_is_not_transformed(thing):
-    with pytest.raises(TypeError, match="transformed: expected what hk.transform.*make_mox"):
+    with pytest.raises(
+        TypeError, match="transformed: expected what hk.transform.*A function is transformed first"
+    ):
         make_mox(thing)
 
 

@@ -628,7 +628,7 @@ def test_errors_say_what_is_missing_and_what_to_do():
         apply(params, other, x)
     with pytest.raises(ValueError, match=r"decay: expected a number in \(0, 1\], got 0"):
         hki.with_quant_stats(t, decay=0)
-    with pytest.raises(TypeError, match="t: expected what transform_implicit returns.*function"):
+    with pytest.raises(TypeError, match="t: expected what hk.transform.*function"):
         hki.with_quant_stats(t.apply)
     with pytest.raises(TypeError, match="state: expected a mapping.*NoneType"):
         hki.with_quant_stats(t).apply(params, None, x)

@@ -54,6 +54,13 @@ def mlp_by_hand(params, x, dot):
     return x
 
 
+def test_rules_of_both_classes_give_one_structure():
+    params = {"l": {"w": jnp.ones((8, 6))}}
+    rules = [kind(weight_qtype="int8", act_qtype="int8") for kind in (QtRule, QuantRule)]
+    trees = [hki.quantized_training(params, [rule]) for rule in rules]
+    assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
+
+
 def matmul(rule, **options):
     return functools.partial(dot_general, dimension_numbers=MATRICES, rule=rule, **options)
 

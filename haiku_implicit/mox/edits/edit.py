@@ -332,9 +332,9 @@ def _init_of(old: Program, new: Program, grafts: Sequence[Graft]) -> Callable[..
     return init
 
 
-def _arguments(face: Interface, entries: Any, rng: Any, args: Any, kwargs: Any) -> list[Array]:
+def _arguments(face: Interface, entries: Params, rng: Any, args: Any, kwargs: Any) -> list[Array]:
     """The arguments of a program: None for entries not yet made."""
-    arrays: list[Any] = []
+    arrays: list[Array] = []
     for kind in ("params", "state"):
         for path, slot in face.slots(kind).items():
             arrays += jax.tree.leaves(entries[kind].get(path)) or [None] * len(slot.atoms)

@@ -102,10 +102,7 @@ def from_parameters(body: Body, known: set[Var]) -> set[Var]:
 
 def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
     """The piece of a program: runs its equations, and the pieces of nodes in it."""
-    inside = list(walk(body, into_bodies=False))
-    known = from_parameters(body, known)
-    own = {id(x): changes.pieces[id(x)] for x in inside if id(x) in changes.pieces}
-    own |= {id(x): piece_of_equation(x, changes, known) for x in inside if id(x) in changes.holders}
+    own = _pieces_in(body, changes, from_parameters(body, known))
     wanted = changes.taps.get(id(body), {})
     tapped = [atom for atoms in wanted.values() for atom in atoms]
     num_results = len(body.returns)
@@ -142,6 +139,14 @@ def _piece_of_body(body: Body, changes: Changes, known: set[Var]) -> Piece:
         return out[:num_results], state, taps
 
     return Piece(body.invars, (), init, apply)
+
+
+def _pieces_in(body: Body, changes: Changes, known: set[Var]) -> dict[int, Piece]:
+    """The pieces of the changed nodes of a program, by the `id` of the node."""
+    inside = list(walk(body, into_bodies=False))
+    own = {id(x): changes.pieces[id(x)] for x in inside if id(x) in changes.pieces}
+    holders = (x for x in inside if id(x) in changes.holders)
+    return own | {id(x): piece_of_equation(x, changes, known) for x in holders}
 
 
 def _keys(pieces: Mapping[int, Piece], rng: Key | None) -> dict[int, Any]:
@@ -216,7 +221,7 @@ def _while(node: Any, pieces: Pieces, known: set[Var]) -> Functions:
             )
         return nested(by_path(first[0]) | by_path(second[0])), second[1]
 
-    def apply(params: Params, state: State, rng: Any, *arrays: Array) -> Tree:
+    def apply(params: Params, state: State, rng: Key | None, *arrays: Array) -> Tree:
         cond_consts, body_consts, carry = _cut(arrays, num_cond, num_body)
 
         def flags_of(carry: Array) -> Array:

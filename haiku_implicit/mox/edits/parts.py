@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 from jax.extend.core import primitives as jex
 
-from haiku_implicit.core.typing import Array, Tree
+from haiku_implicit.core.typing import Array, Key, Tree
 from haiku_implicit.mox.edits.edit import Edit
 from haiku_implicit.mox.edits.higher import Changes
 from haiku_implicit.mox.edits.replacement import Original, structures_of
@@ -296,7 +296,7 @@ def _element(v: Var, stacked: Atom, index: int) -> ModuleCall:
 def _init_on_zeros(mox: Program, face: Interface) -> Callable[..., Any] | None:
     """The `init` of an extracted module: calls the model's `init` on zeros."""
 
-    def init(rng: Any, *args: Any, **kwargs: Any) -> Tree:
+    def init(rng: Key | None, *args: Any, **kwargs: Any) -> Tree:
         slot = mox.interface.args
         zeros = [np.zeros(v.aval.shape, v.aval.dtype) for v in slot.atoms]
         named = collections.OrderedDict(slot.tree.merge(zeros))

@@ -28,7 +28,7 @@ from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, No
 class _Site(hk.Module):
     """A module around a new function, whose modules and parameters get names below this module's."""
 
-    def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, fun: Callable[..., Tree], *args: Any, **kwargs: Any) -> Tree:
         return fun(*args, **kwargs)
 
 
@@ -66,7 +66,7 @@ def instead(site: Site, replacement: Any) -> Piece:
     args, kwargs = structure.merge([None] * structure.num_arrays)
     fun = callable_of(replacement, args, kwargs, method, config)
 
-    def on_arrays(*arrays: Array) -> list[Any]:
+    def on_arrays(*arrays: Array) -> list[Array]:
         return _at_site(site, site.path, fun, arrays)
 
     return _piece(node, node.inputs, node.outputs, on_arrays)
@@ -86,9 +86,9 @@ def around(site: Site, function: Callable[..., Any]) -> Piece:
     what = f"{node!r}: (args, kwargs) of the original"
     name = f"{site.path}/{getattr(function, '__name__', 'function').strip('<>')}"
 
-    def on_arrays(*arrays: Array) -> list[Any]:
+    def on_arrays(*arrays: Array) -> list[Array]:
         arguments, captured = arrays[: len(node.inputs)], arrays[len(node.inputs) :]
-        others: list[Any] = []
+        others: list[Array] = []
 
         def call_original(*args: Any, **kwargs: Any) -> Tree:
             new = checked(what, structure, avals, (args, kwargs))
@@ -169,8 +169,8 @@ class Original:
         self._body = Body("", (), (), invars, (self.call,), (*node.outputs, *self.hidden))
 
     def __call__(
-        self, arguments: Sequence[Any], captured: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        self, arguments: Sequence[Array], captured: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
         """The results for these arguments, and the values of `hidden`."""
         if self._body is None:
             return run_equation(self.call, arguments), []
@@ -299,7 +299,7 @@ def _takes(fun: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _checked(node: Node, out: Any) -> list[Array]:
+def _checked(node: Node, out: Tree) -> list[Array]:
     """The arrays in the results of a new function, after checking them against the node's results.
 
     Other leaves of the results are fixed in the program around the node, and have to be the same.
@@ -325,14 +325,14 @@ def _checked(node: Node, out: Any) -> list[Array]:
     return [_as(f"{node!r}: result {i}", aval, x) for i, (aval, x) in enumerate(pairs)]
 
 
-def _constants_in(out: Any, results: Static) -> set[int]:
+def _constants_in(out: Tree, results: Static) -> set[int]:
     """The `id`s of leaves that equal constants of the results. A constant can be an array, too."""
     every, _ = marks.split(out, lambda x: False)
     pairs = zip(every.leaves, results.leaves, strict=False)
     return {id(x[0]) for x, old in pairs if x and old and identical(x[0], old[0])}
 
 
-def _as(what: str, aval: Aval, x: Any) -> Array:
+def _as(what: str, aval: Aval, x: Array) -> Array:
     x = jnp.asarray(x)
     if x.shape != aval.shape or x.dtype != aval.dtype:
         found = f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
@@ -379,7 +379,7 @@ def _levels_of(node: ModuleCall) -> tuple[_Level, ...]:
 
 def _element_types(atoms: Sequence[Atom], seen: Sequence[Any]) -> list[Aval]:
     """The types of a node's arrays, without the axes of the `vmap`s around it: see `ModuleCall`."""
-    avals: list[Any] = [x.aval for x in atoms]
+    avals: list[Aval] = [x.aval for x in atoms]
     for level in reversed(seen):
         avals = [
             x if i is None else x.update(shape=(*x.shape[:i], *x.shape[i + 1 :]))
@@ -458,7 +458,9 @@ def _abstract(*operands: Aval, fun: Any, levels: Any, out: Sequence[Array]) -> l
     return list(out)
 
 
-def _batch(operands: Sequence[Array], axes: Any, *, fun: Any, levels: Any, out: Any) -> Any:
+def _batch(
+    operands: Sequence[Array], axes: Any, *, fun: Any, levels: Any, out: Sequence[Aval]
+) -> Any:
     """Maps one level, the innermost first, and runs the call when all levels are mapped."""
     level, *rest = levels
     indices, arrays = operands[1 : len(levels)], operands[len(levels) :]
@@ -475,7 +477,7 @@ def _batch(operands: Sequence[Array], axes: Any, *, fun: Any, levels: Any, out: 
     return _element_p.bind(*indices, *moved, fun=fun, levels=tuple(rest), out=out), out_axes
 
 
-def _moved(level: _Level, x: Any, has: int | None, wanted: int | None) -> Array:
+def _moved(level: _Level, x: Array, has: int | None, wanted: int | None) -> Array:
     """Moves the mapped axis of an array to its position in the call."""
     if wanted is None:
         if has is None:

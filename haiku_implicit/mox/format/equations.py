@@ -149,16 +149,12 @@ def _check_names(primitive: Primitive, names: Collection[str], types: Iterable[A
       names: the names of the parameters.
       types: the types of the operands.
     """
-    name = primitive.name
-    if name not in _KNOWN:
-        made = new_equations().get(name) or _made_of(primitive, types)
-        _KNOWN[name] = [frozenset(eqn.params) for eqn in made]
-    if known := _KNOWN[name]:
+    name, every = primitive.name, new_equations()
+    if name not in every:
+        every[name] = _made_of(primitive, types)
+    known = [frozenset(eqn.params) for eqn in every[name]]
+    if known:  # else JAX checks them all
         _require_names(name, names, known[0].intersection(*known), known[0].union(*known))
-
-
-# The names in newly made equations, by the primitive's name. Without any, JAX checks them all.
-_KNOWN: dict[str, list[frozenset[str]]] = {}
 
 
 def _require_names(
@@ -180,7 +176,7 @@ def _require_names(
             raise ValueError(f"{name} {verb} the parameter{plural} {', '.join(map(repr, wrong))}")
 
 
-def _made_of(primitive: Primitive, types: Iterable[Aval]) -> Sequence[JaxprEqn]:
+def _made_of(primitive: Primitive, types: Iterable[Aval]) -> list[JaxprEqn]:
     """The equations that a primitive's public function makes for such operands, if it takes them."""
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
     names = (primitive.name, f"bitwise_{primitive.name}")

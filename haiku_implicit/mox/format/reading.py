@@ -117,7 +117,7 @@ class Reader:
             self.functions[index] = with_rules(body, rules, closed.in_avals, closed.out_avals)
         return self.functions[index], x["body"]
 
-    def _run_rule(self, index: int, name: str, rule: str, *arrays: Array) -> Any:
+    def _run_rule(self, index: int, name: str, rule: str, *arrays: Array) -> list[Array]:
         """Runs a rule of a function, which is looked up when it is called."""
         if (index, rule) not in self._rules:
             raise NoRule(f"the file has no derivative of {name!r} of so high an order")
@@ -191,10 +191,10 @@ class _BodyReader:
                 of_type(x, dict, "a node")
                 (self.equation if "op" in x else self.call)(x)
 
-    def read(self, x: Mapping[str, Json], name: str) -> list[Any]:
+    def read(self, x: Mapping[str, Json], name: str) -> list[Array]:
         return list(map(self.atom, _list(x, name)))
 
-    def atom(self, x: Json) -> Any:
+    def atom(self, x: Json) -> Array:
         if type(x) is dict:
             return _literal(x)
         require(of_type(x, int, "a variable") in self.values, f"variable {x} is not defined yet")
@@ -245,7 +245,7 @@ class _BodyReader:
         require(not closed.consts, "a program without constants is expected here")
         return closed.jaxpr
 
-    def array(self, index: Json) -> Any:
+    def array(self, index: Json) -> Array:
         return _entry(self.reader.arrays, index, "array")
 
     # --- calls of modules ---
@@ -278,7 +278,7 @@ def _class(name: Json, types: Mapping[str, type]) -> type | None:
     return types.get(name) or type(name, (), {"__doc__": "A class that only a file names."})
 
 
-def _literal(x: Json) -> Any:
+def _literal(x: Json) -> Array:
     struct = values.type_from_json(x.get("type"))
     if "bits" in x:
         array = values.array_from_json(x["bits"])

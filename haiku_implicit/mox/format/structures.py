@@ -58,7 +58,7 @@ def _to_json(x: Any, kinds: Mapping[str, Kind]) -> Json:
     return {"list" if type(x) is list else "tuple": [_to_json(y, kinds) for y in children]}
 
 
-def tree_from_json(x: Any, types: Mapping[str, type]) -> Static:
+def tree_from_json(x: Json, types: Mapping[str, type]) -> Static:
     """A structure that `tree_to_json` wrote; `types` are classes of named tuples by name."""
 
     def read(y: Any) -> Tree:
@@ -117,7 +117,7 @@ def _named(what: str, write: Any, x: Any) -> Any:
 
 
 def interface_from_json(
-    x: Any, types: Mapping[str, type], invars: Sequence[Var], returns: Sequence[Any]
+    x: Json, types: Mapping[str, type], invars: Sequence[Var], returns: Sequence[Any]
 ) -> Interface:
     """The arguments and results of a program, with the variables of its arguments and results."""
     leading = tuple(of_type(of_type(x, dict, "an interface").get("leading"), list, "leading"))
@@ -145,14 +145,14 @@ def interface_from_json(
 _PARAMETER_KINDS: Any = type(inspect.Parameter.VAR_KEYWORD)
 
 
-def _parameter(x: Any) -> inspect.Parameter:
+def _parameter(x: Json) -> inspect.Parameter:
     require(len(of_type(x, list, "a parameter")) in (2, 3), "a parameter has to be [name, kind]")
     kind = values.one_of(_PARAMETER_KINDS.__members__, "kind of parameter", x[1])
     default = values.from_json(x[2]) if len(x) == 3 else inspect.Parameter.empty
     return inspect.Parameter(of_type(x[0], str, "a name"), kind, default=default)
 
 
-def _slots(x: Any, field: str, types: Mapping[str, type]) -> dict[Path, Slot]:
+def _slots(x: Json, field: str, types: Mapping[str, type]) -> dict[Path, Slot]:
     """The slots of a field of an interface, by module and name, without variables."""
     found: dict[Path, Slot] = {}
     entries = of_type(x.get(field), list, field) if field in ENTRIES else [[*WHOLE, x.get(field)]]

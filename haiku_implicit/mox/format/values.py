@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.typing import Aval, DType, Json, JsonObject
+from haiku_implicit.core.typing import Array, Aval, DType, Json, JsonObject
 from haiku_implicit.files import dtypes
 from haiku_implicit.mox.show import view
 
@@ -33,7 +33,7 @@ def require(condition: Any, reason: str) -> None:
         raise ValueError(reason)
 
 
-def of_type(x: Any, kind: type, what: str) -> Any:
+def of_type(x: Json, kind: type, what: str) -> Json:
     """Returns a value from a file if it is of this type, or raises. A boolean is not a number."""
     require(type(x) is kind, f"{what} has to be a {_JSON_NAMES[kind]}, got {type(x).__name__}")
     return x
@@ -42,7 +42,7 @@ def of_type(x: Any, kind: type, what: str) -> Any:
 _JSON_NAMES = {int: "whole number", str: "text", list: "list", dict: "object", bool: "boolean"}
 
 
-def one_of(table: Mapping[str, Any], what: str, name: Any) -> Any:
+def one_of(table: Mapping[str, Any], what: str, name: Json) -> Any:
     """Looks up a name from a file."""
     require(type(name) is str and name in table, f"there is no {what} {name!r}")
     return table[name]
@@ -95,7 +95,7 @@ def dtype_to_json(dtype: DType) -> str:
     return _name_of(dtype)
 
 
-def dtype_from_json(name: Any) -> np.dtype:
+def dtype_from_json(name: Json) -> np.dtype:
     """The dtype of this name."""
     return one_of(_dtypes(), "dtype", name)
 
@@ -122,12 +122,12 @@ def type_to_json(aval: Aval) -> list[Json]:
     return _type(aval)
 
 
-def _type(x: Any) -> list[Json]:
+def _type(x: Aval) -> list[Json]:
     weak = [True] if getattr(x, "weak_type", False) else []
     return [dtype_to_json(x.dtype), list(x.shape), *weak]
 
 
-def type_from_json(x: Any) -> jax.ShapeDtypeStruct:
+def type_from_json(x: Json) -> jax.ShapeDtypeStruct:
     """The type of an array, from JSON."""
     require(len(of_type(x, list, "a type")) in (2, 3), "a type has to be [dtype, shape]")
     for n in of_type(x[1], list, "a shape"):
@@ -136,12 +136,12 @@ def type_from_json(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(x[1]), dtype_from_json(x[0]), weak_type=len(x) == 3)
 
 
-def same_shape(x: Any, y: Any) -> bool:
+def same_shape(x: Aval, y: Aval) -> bool:
     """Whether two types of arrays have the same shape and dtype. Weak types are ignored."""
     return x.shape == y.shape and x.dtype == y.dtype
 
 
-def same_type(x: Any, y: Any) -> bool:
+def same_type(x: Aval, y: Aval) -> bool:
     """Whether two types of arrays are equal."""
     weak = (bool(getattr(z, "weak_type", False)) for z in (x, y))
     return same_shape(x, y) and len(set(weak)) == 1
@@ -150,7 +150,7 @@ def same_type(x: Any, y: Any) -> bool:
 # --- arrays ---------------------------------------------------------------------------------------
 
 
-def array_to_json(x: Any) -> JsonObject:
+def array_to_json(x: Array) -> JsonObject:
     """An array with its exact bits."""
     if isinstance(x, jax.core.Tracer):
         raise Unsaveable("it has an array of a function that is being traced")
@@ -161,7 +161,7 @@ def array_to_json(x: Any) -> JsonObject:
     return {"type": _type(x), "data": _bytes_to_json(dtypes.bytes_of(x))}
 
 
-def array_from_json(x: Any) -> Any:
+def array_from_json(x: Json) -> Array:
     """A NumPy array, or an array of random keys, from JSON."""
     struct = type_from_json(of_type(x, dict, "an array").get("type"))
     require(isinstance(struct.dtype, np.dtype), "the bytes of an array have to be numbers")
@@ -176,7 +176,7 @@ def array_from_json(x: Any) -> Any:
     return jax.random.wrap_key_data(array, impl=kind.name)
 
 
-def constant_from_json(x: Any) -> Any:
+def constant_from_json(x: Json) -> Array:
     """A JAX array, from JSON."""
     array = array_from_json(x)
     if array.dtype == jax.dtypes.float0:
@@ -193,11 +193,11 @@ def _bytes_to_json(x: Any) -> str:
     return base64.b64encode(x).decode("ascii")
 
 
-def _bytes_from_json(x: Any) -> bytes:
+def _bytes_from_json(x: Json) -> bytes:
     return base64.b64decode(of_type(x, str, "bytes"), validate=True)
 
 
-def aval_from_json(x: Any) -> jax.core.ShapedArray:
+def aval_from_json(x: Json) -> jax.core.ShapedArray:
     """The type of an array as JAX's abstract value, from JSON."""
     struct = type_from_json(x)
     return jax.core.ShapedArray(struct.shape, struct.dtype, struct.weak_type)
@@ -287,7 +287,7 @@ def _held_by(policy: Any) -> list[Any]:
     return [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
 
 
-def _policy_from_json(x: Any) -> Any:
+def _policy_from_json(x: Json) -> Any:
     if type(x) is not list:
         return one_of(_policies(), "policy", x)
     name, *parts = map(from_json, x)
@@ -380,10 +380,6 @@ _SIMPLE: dict[str, Kind] = {
         lambda x: one_of(_scalars(), "type of numbers", x),
     ),
     "number": Kind(_is_of(np.generic), array_to_json, lambda x: array_from_json(x)[()]),
-    "aval": Kind(lambda x: isinstance(x, jax.core.ShapedArray), type_to_json, aval_from_json),
-    "unspecified": Kind(
-        lambda x: x is compat.UNSPECIFIED, lambda x: True, lambda x: compat.UNSPECIFIED
-    ),
     "unsharded": Kind(
         lambda x: isinstance(x, jax.sharding.NamedSharding) and x.mesh.empty and not any(x.spec),
         lambda x: len(x.spec),
@@ -443,7 +439,7 @@ def to_json(x: Any, more: Mapping[str, Kind] = {}) -> Json:
 _READERS = {tag: kind.read for tag, kind in (_SIMPLE | CONSTANTS | SHOWN).items()}
 
 
-def from_json(x: Any, more: Mapping[str, Callable[[Any], Any]] = {}) -> Any:
+def from_json(x: Json, more: Mapping[str, Callable[[Any], Any]] = {}) -> Any:
     """A value from JSON.
 
     Args:

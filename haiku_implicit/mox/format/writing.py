@@ -35,8 +35,8 @@ class Writer:
 
     def __init__(self, depth: int | None = None):
         self.arrays: list[Array] = []
-        self.bodies: list[Any] = []
-        self.functions: list[Any] = []
+        self.bodies: list[Json] = []
+        self.functions: list[Json] = []
         # The path of the module that is being written.
         self.module = ""
         self._depth = depth
@@ -187,7 +187,7 @@ class _BodyWriter:
         self.numbers |= zip(variables, self.count, strict=False)
         return [self.numbers[v] for v in variables]
 
-    def atoms(self, atoms: Sequence[Atom]) -> list[Any]:
+    def atoms(self, atoms: Sequence[Atom]) -> list[Json]:
         return [self.atom(x) for x in atoms]
 
     def atom(self, x: Any) -> Json:
@@ -195,8 +195,8 @@ class _BodyWriter:
             x = self.same[x]
         return _literal(x) if isinstance(x, Literal) else self.numbers[x]
 
-    def nodes(self, nodes: Sequence[Any]) -> list[Any]:
-        new: list[Any] = []
+    def nodes(self, nodes: Sequence[Any]) -> list[Json]:
+        new: list[Json] = []
         for node in nodes:
             if isinstance(node, Equation):
                 new.append(self.equation(node))
@@ -209,7 +209,7 @@ class _BodyWriter:
                 new.append(self.call(node, node.call))
         return new
 
-    def call(self, node: ModuleCall, call: Call) -> dict[str, Any]:
+    def call(self, node: ModuleCall, call: Call) -> JsonObject:
         outer, self.writer.module = self.writer.module, node.path or self.writer.module
         results = None if call.results is None else tree_to_json(call.results, SHOWN)
         new = {

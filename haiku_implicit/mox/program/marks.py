@@ -47,7 +47,7 @@ DIFFERENTIATED = "jvp"
 
 def split(
     tree: Tree, is_array: Any = lambda x: isinstance(x, jax.core.Tracer)
-) -> tuple[Static, list[Any]]:
+) -> tuple[Static, list[Array]]:
     """Splits a tree into its static part and its arrays. Arrays in implicit arrays are separate."""
     try:
         leaves, treedef = jax.tree_util.tree_flatten(tree)
@@ -86,7 +86,7 @@ class Call:
         return f"{self.path!r} ({self.cls.__name__ if self.cls else 'function'})"
 
 
-def begin(call: Call, arrays: Sequence[Array], seen: Any = ()) -> tuple[Any, list[Any]]:
+def begin(call: Call, arrays: Sequence[Array], seen: Any = ()) -> tuple[Array, list[Array]]:
     """Marks the begin of a call with these arguments.
 
     Args:
@@ -102,7 +102,7 @@ def begin(call: Call, arrays: Sequence[Array], seen: Any = ()) -> tuple[Any, lis
     return token, list(arrays)
 
 
-def end(token: Any, call: Call, arrays: Sequence[Array], seen: Any = ()) -> list[Array]:
+def end(token: Array, call: Call, arrays: Sequence[Array], seen: Any = ()) -> list[Array]:
     """Marks the end of a call with these results, and returns them.
 
     The program has to use these results. Otherwise an argument that a module returns can't be told from
@@ -111,7 +111,7 @@ def end(token: Any, call: Call, arrays: Sequence[Array], seen: Any = ()) -> list
     return mark_p.bind(token, *arrays, call=call, kind="end", seen=seen)
 
 
-def _refilled(x: Any, arrays: Iterator[Array]) -> Any:
+def _refilled(x: Tree, arrays: Iterator[Array]) -> Tree:
     """Replaces the arrays in arguments.
 
     Containers other than tuples stay unchanged, because a method may change its arguments.
@@ -125,7 +125,7 @@ def _refilled(x: Any, arrays: Iterator[Array]) -> Any:
     return x
 
 
-def _as_tuple(x: tuple[Array, ...], items: list[Any]) -> Any:
+def _as_tuple(x: tuple[Array, ...], items: list[Array]) -> Tree:
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
 
@@ -196,7 +196,7 @@ class Results:
         self._moved += [weakref.ref(y) for y, flag in zip(marked, moved, strict=True) if flag]
         return list(marked)
 
-    def filled(self, call: Call, x: Any, arrays: Iterator[Array], is_new: bool = False) -> Any:
+    def filled(self, call: Call, x: Tree, arrays: Iterator[Array], is_new: bool = False) -> Tree:
         """Replaces the arrays in the results of a call.
 
         Args:
@@ -227,7 +227,7 @@ class Results:
         """A container that was changed after the caller got its copy; None without one."""
         return next((x for x in self._held if x.is_changed), None)
 
-    def has_moved(self, array: Any) -> bool:
+    def has_moved(self, array: Array) -> bool:
         """Whether a mark within a trace made this array from one outside of the trace."""
         return any(x() is array for x in self._moved)
 
@@ -360,7 +360,7 @@ def _signature(cls: Any) -> inspect.Signature:
     return inspect.signature(cls.__init__)
 
 
-def _without_arrays(x: Any) -> Any:
+def _without_arrays(x: Tree) -> Tree:
     if isinstance(x, jax.core.Tracer):  # it would outlive its trace
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     if isinstance(x, list | tuple | dict):

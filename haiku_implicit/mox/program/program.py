@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import haiku as hk
@@ -162,7 +162,7 @@ def program_of(
     face = Interface(leading, signature, params, state, rng, own, interface.slot_of(None), {})
     returned: dict[Any, Static] = {}
 
-    def on_arrays(*arrays: Array) -> list[Any]:
+    def on_arrays(*arrays: Array) -> list[Array]:
         args, kwargs = face.arguments(arrays)
         out = apply(*args, **kwargs)
         out, state = out if has_state else (out, None)
@@ -249,7 +249,7 @@ def with_shapes(
     key = usual_key() if rng is None else rng
     structure, arrays = marks.split((key, args, kwargs), interface.is_array)
 
-    def on_arrays(*arrays: Array) -> Any:
+    def on_arrays(*arrays: Array) -> Tree:
         key, args, kwargs = structure.merge(arrays)
         return transformed.init(key, *args, **kwargs)
 
@@ -306,11 +306,11 @@ class Piece:
 
 def run(
     body: Body,
-    consts: Sequence[Any],
-    args: Sequence[Any],
+    consts: Sequence[Array],
+    args: Sequence[Array],
     pieces: Mapping[int, Piece] | None = None,
-    run_piece: Callable[..., Sequence[Any]] | None = None,
-) -> list[Any]:
+    run_piece: Callable[..., Sequence[Array]] | None = None,
+) -> list[Array]:
     """Binds the equations of a program, in their order, to these values.
 
     Under `marks.marking` the calls in it are marked again.
@@ -325,51 +325,60 @@ def run(
     Returns:
       The results of the program.
     """
-    variables: Any = (*body.constvars, *body.invars)
-    env: dict[Any, Any] = dict(zip(variables, (*consts, *args), strict=True))
-    outer, last_uses, marked = source_info_util.current_name_stack(), body.last_uses, marks.active()
-    pieces = pieces or {}
+    variables: Sequence[Var] = (*body.constvars, *body.invars)
+    running = _Run(body, dict(zip(variables, (*consts, *args), strict=True)), pieces, run_piece)
+    running.visit(body.children)
+    return running.read(body.returns)
 
-    def read(atom: Atom) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
 
-    def visit(nodes: Sequence[Any]) -> None:
+class _Run:
+    """One run of a program: `env` has the values of the variables that are still needed."""
+
+    def __init__(self, body: Body, env: dict[Var, Array], pieces: Any, run_piece: Any):
+        self.body, self.env, self.pieces, self.run_piece = body, env, pieces or {}, run_piece
+        self.outer, self.marked = source_info_util.current_name_stack(), marks.active()
+
+    def read(self, atoms: Iterable[Atom]) -> list[Array]:
+        env = self.env
+        return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
+
+    def define(self, variables: Iterable[Var], values: Sequence[Array]) -> None:
+        self.env.update(zip(variables, values, strict=True))
+
+    def visit(self, nodes: Sequence[Any]) -> None:
         for node in nodes:
-            if id(node) in pieces:
-                substitute(node, pieces[id(node)])
+            if id(node) in self.pieces:
+                self.substitute(node, self.pieces[id(node)])
             elif isinstance(node, Equation):
-                results = run_equation(node, list(map(read, node.inputs)), outer)
-                env.update(zip(node.outputs, results, strict=True))
+                results = run_equation(node, self.read(node.inputs), self.outer)
+                self.define(node.outputs, results)
             else:
-                call(node)
-            for var in last_uses.get(id(node), ()):
-                env.pop(var, None)
+                self.call(node)
+            for var in self.body.last_uses.get(id(node), ()):
+                self.env.pop(var, None)
 
-    def call(node: ModuleCall) -> None:
-        values = list(map(read, node.inputs))
-        if marked and node.call:
-            token, values = marks.begin(node.call, values, node.seen)
-        env.update(zip((var for var, _ in node.given), values, strict=True))
-        visit(node.children)
-        results = list(map(read, node.returns))
-        if marked and node.call:
-            results = marks.end(token, node.call, results, node.seen_results)
-        env.update(zip(node.outputs, results, strict=True))
+    def call(self, node: ModuleCall) -> None:
+        marked, values = self.marked and node.call, self.read(node.inputs)
+        if marked:
+            token, values = marks.begin(marked, values, node.seen)
+        self.define((var for var, _ in node.given), values)
+        self.visit(node.children)
+        results = self.read(node.returns)
+        if marked:
+            results = marks.end(token, marked, results, node.seen_results)
+        self.define(node.outputs, results)
 
-    def substitute(node: ModuleCall, new: Piece) -> None:
-        assert run_piece is not None
-        results = run_piece(new, *map(read, new.inputs))
-        others = tree.needed(node.children, tree.hidden(body, node).difference(new.outputs))
-        if others:
-            env.update((var, read(atom)) for var, atom in node.given)
-            visit(others)
-        env.update(zip(new.outputs, results, strict=True))
-
-    visit(body.children)
-    return list(map(read, body.returns))
+    def substitute(self, node: ModuleCall, new: Piece) -> None:
+        """Runs a piece instead of a node, and what the rest of the program reads in the node."""
+        results = self.run_piece(new, *self.read(new.inputs))
+        hidden = tree.hidden(self.body, node).difference(new.outputs)
+        if others := tree.needed(node.children, hidden):
+            self.define((var for var, _ in node.given), self.read(x for _, x in node.given))
+            self.visit(others)
+        self.define(new.outputs, results)
 
 
-def run_equation(node: Equation, operands: Sequence[Array], outer: Any = None) -> list[Any]:
+def run_equation(node: Equation, operands: Sequence[Array], outer: Any = None) -> list[Array]:
     """Binds the primitive of an equation, with the name stack and the settings it was traced with.
 
     Args:

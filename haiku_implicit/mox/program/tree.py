@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Union
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from haiku_implicit.core.typing import Array, EqnParam, EqnParams
+from haiku_implicit.core.interpreter import jaxprs_of
+from haiku_implicit.core.typing import Array, EqnParams
 from haiku_implicit.mox.program.marks import DIFFERENTIATED, Call, mark_p
 
 Atom = Union[Var, Literal]  # noqa: UP007
@@ -410,17 +411,6 @@ def calls(root: Any) -> Iterator[ModuleCall]:
             yield node
         if not isinstance(node, Equation) or node.marked is not None:
             yield from calls(node)
-
-
-def jaxprs_of(params: Mapping[str, EqnParam]) -> Iterator[tuple[str, Any]]:
-    """The jaxprs among the parameters of an equation, closed or open, with their names."""
-    for name, value in params.items():
-        if isinstance(value, Jaxpr | ClosedJaxpr):
-            yield name, value
-        elif isinstance(value, tuple | list):
-            for i, x in enumerate(value):
-                if isinstance(x, Jaxpr | ClosedJaxpr):
-                    yield f"{name}[{i}]", x
 
 
 def function_name(eqn: JaxprEqn) -> str:

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from haiku_implicit.core.interpreter import jaxprs_of
 from haiku_implicit.mox.program.interface import ARGUMENTS, ENTRIES, RESULTS, Interface, described
 from haiku_implicit.mox.program.program import Program
-from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, jaxprs_of
+from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall
 from haiku_implicit.mox.show import view
 
 

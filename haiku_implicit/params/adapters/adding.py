@@ -167,15 +167,9 @@ def add_adapter(
         raise TypeError(f"dtype: expected a floating dtype or None, got {dtype!r}")
     of_weight = _options_of(kind, name, options, patterns or {})
     key = as_key_source(key)
-    own_shared: Any = getattr(kind.with_shared, "__func__", None)
-    shares = kind.one_key or own_shared is not Adapter.__dict__["with_shared"].__func__
-    if callable(key) and shares:
-        raise ValueError(f"method {name!r}: all weights share one key; give key= a key or a seed")
+    _check_key(kind, name, key)
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
     done: dict[str, Adapter] = {}
-
-    def room_of(path: str, shape: tuple[int, ...]) -> int:
-        return kind.room(shape[stacked_axes(path) :], **of_weight(path))
 
     def made(parameter: trees.Parameter) -> Array:
         path, value, stacked = parameter.path, parameter.value, parameter.stacked
@@ -187,7 +181,7 @@ def add_adapter(
         done[path] = new
         return new
 
-    room = Room(lambda path: of_weight(path).get("rank", 1), room_of)
+    room = _room(kind, of_weight)
     parameters = trees.parameters_of(params)
     marks = trees.marks_of(parameters, choice, trees.of_weights(made, room))
     if not choice.may_be_empty:
@@ -195,6 +189,23 @@ def add_adapter(
     new = trees.map_marked(params, marks, trees.on_matrix(made, matrix_axes))
     _warn(parameters, choice, room, done)
     return kind.with_shared(new, key, **options)
+
+
+def _check_key(kind: Any, name: str, key: KeySource) -> None:
+    """Raises for a function of keys if all weights of a method take their numbers from one key."""
+    with_shared: Any = getattr(kind.with_shared, "__func__", None)
+    shares = kind.one_key or with_shared is not Adapter.__dict__["with_shared"].__func__
+    if callable(key) and shares:
+        raise ValueError(f"method {name!r}: all weights share one key; give key= a key or a seed")
+
+
+def _room(kind: Any, of_weight: Callable[[str], dict[str, Any]]) -> Room:
+    """The weights with room for adapters of a method, given the options of each weight."""
+
+    def room_of(path: str, shape: tuple[int, ...]) -> int:
+        return kind.room(shape[stacked_axes(path) :], **of_weight(path))
+
+    return Room(lambda path: of_weight(path).get("rank", 1), room_of)
 
 
 def _warn(

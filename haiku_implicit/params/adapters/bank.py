@@ -114,12 +114,8 @@ class AdapterBank:
             that is not a target of the bank, is of another type than LoRA, or is for another base.
         """
         slot = self._checked_slot(slot)
-        parts.checked_parts("adapter", adapter)
-        if adapter.dense:
-            raise ValueError(
-                f"{next(iter(adapter.dense))}: a bank has room for LoRA alone, and this parameter was "
-                "trained as a whole"
-            )
+        refused = "a bank has room for LoRA alone, and this parameter was trained as a whole"
+        parts.checked_parts("adapter", adapter, refused)
         unknown = sorted(set(adapter.weights) - set(self.slots))
         if unknown:
             raise ValueError(

@@ -70,7 +70,7 @@ def merge_adapters(params: Params, *, requantize: bool = False) -> Params:
     return trees.map_marked(whole, marks, merged)
 
 
-# The old name, from when LoRA was the only adapter.
+# Another name, as most adapters are LoRA.
 merge_lora = merge_adapters
 
 

@@ -216,14 +216,23 @@ def digest(value: Array) -> str:
     return found.hexdigest()
 
 
-def checked_parts(argument: str, adapter: Any) -> AdapterParts:
-    """The adapter unchanged; raises for anything but `AdapterParts`, such as whole parameters."""
+def checked_parts(argument: str, adapter: Any, of_dense: str = "") -> AdapterParts:
+    """The adapter unchanged; raises for anything but `AdapterParts`, such as whole parameters.
+
+    Args:
+      argument: its name, for errors.
+      adapter: the adapter.
+      of_dense: the error for an adapter with parameters that were trained as a whole; empty if the
+        caller takes them.
+    """
     if not isinstance(adapter, AdapterParts):
         raise TypeError(
             f"{argument}: expected an adapter apart from its base, as get_adapter(params) returns it "
             "(of whole parameters: combine the halves of partition first), got "
             f"{type(adapter).__name__}"
         )
+    if of_dense and adapter.dense:
+        raise ValueError(f"{next(iter(adapter.dense))}: {of_dense}")
     return adapter
 
 

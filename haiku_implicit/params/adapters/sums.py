@@ -62,7 +62,8 @@ def combine_adapters(
       >>> hki.combine_adapters([one, two], [0.5, 0.5]).weights['linear/w'].a.shape
       (4, 2)
     """
-    adapters = [checked_parts(f"adapters[{i}]", adapter) for i, adapter in enumerate(adapters)]
+    refused = "it was trained as a whole, and only LoRA can be combined"
+    adapters = [checked_parts(f"adapters[{i}]", x, refused) for i, x in enumerate(adapters)]
     merge = _merging(method, density, key)
     if not adapters:
         raise ValueError("adapters: expected one or more, got none")
@@ -149,10 +150,6 @@ def _largest(x: jax.Array, density: float) -> jax.Array:
 def _bases_of(adapters: Sequence[AdapterParts]) -> tuple[tuple[str, str], ...]:
     found: dict[str, str] = {}
     for adapter in adapters:
-        if adapter.dense:
-            raise ValueError(
-                f"{next(iter(adapter.dense))}: it was trained as a whole, and only LoRA can be combined"
-            )
         for path, digest in adapter.bases:
             if found.setdefault(path, digest) != digest:
                 raise ValueError(f"{path}: the adapters were made for different bases")

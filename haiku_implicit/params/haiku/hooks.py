@@ -19,7 +19,7 @@ from typing import Any
 import haiku as hk
 import jax
 import numpy as np
-from jax.extend.core import Var
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from haiku_implicit.core.box import box
 from haiku_implicit.core.keys import KeySource
@@ -243,15 +243,9 @@ def _sources(edited: Callable[..., Any], value: Array) -> list[set[int]]:
         return [0 if is_empty(slot.value) else slot.value for slot in slots]
 
     jaxpr = jax.make_jaxpr(arrays)(value, jax.random.key(0)).jaxpr
-    found = {variable: {i} for i, variable in enumerate(jaxpr.invars)}
-
-    def of(variables: Sequence[Any]) -> list[set[int]]:
-        return [found.get(x, set()) if isinstance(x, Var) else set() for x in variables]
-
-    for equation in jaxpr.eqns:
-        own: set[int] = set().union(*of(equation.invars))
-        found |= dict.fromkeys(equation.outvars, own)
-    return of(jaxpr.outvars)
+    each = range(len(jaxpr.outvars))
+    used = (dce_jaxpr(jaxpr, [i == own for i in each])[1] for own in each)
+    return [{i for i, flag in enumerate(flags) if flag} for flags in used]
 
 
 # --- creators and getters of one edit ------------------------------------------------------------

@@ -261,15 +261,8 @@ def quantize_with_inputs(
         rules = trees.checked_rules(rules)
     elif chosen.needed == "maxima":
         _check_activation(method, how)
-    if not inputs:
-        raise ValueError(
-            f"inputs: expected what input_{chosen.needed} says of one weight or more, got nothing: no "
-            "weight [n, m] of the model is used as x @ w in a differentiable way; quantize_params "
-            "quantizes others, without inputs"
-        )
     paths = [parameter.path for parameter in trees.parameters_of(params)]
-    if missing := sorted(inputs.keys() - set(paths)):
-        raise ValueError(f"inputs: the parameters have no {', '.join(missing)}")
+    _check_paths(inputs, paths, chosen.needed)
 
     def quantized(parameter: trees.Parameter) -> Array:
         path, value = parameter.path, parameter.value
@@ -284,6 +277,17 @@ def quantize_with_inputs(
 
     marks = [path in inputs for path in paths]
     return trees.map_marked(params, marks, trees.on_matrix(quantized, matrix_axes))
+
+
+def _check_paths(inputs: Collection[str], paths: Sequence[str], needed: str) -> None:
+    if not inputs:
+        raise ValueError(
+            f"inputs: expected what input_{needed} says of one weight or more, got nothing: no "
+            "weight [n, m] of the model is used as x @ w in a differentiable way; quantize_params "
+            "quantizes others, without inputs"
+        )
+    if missing := sorted(set(inputs) - set(paths)):
+        raise ValueError(f"inputs: the parameters have no {', '.join(missing)}")
 
 
 def _how_by_rule(

@@ -14,7 +14,7 @@ import numpy as np
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.transform import is_value, split
 from haiku_implicit.core.typing import Array, Params, State, Tree
-from haiku_implicit.params.haiku.transformed import AnyTransformed, marked_implicit
+from haiku_implicit.params.haiku.transformed import check_transformed, marked_implicit
 from haiku_implicit.quantized.products.activation_stats import QuantStats, Shapes
 from haiku_implicit.quantized.types.static_quantized import StaticQuantized
 from haiku_implicit.quantized.types.trained_quantized import TrainedQuantized
@@ -92,11 +92,7 @@ def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
       >>> hki.convert_trained(params, state)['linear']['w'].stats.sums['absmax'].tolist()
       [[2.0]]
     """
-    if not isinstance(t, AnyTransformed):
-        raise TypeError(
-            "t: expected what transform_implicit returns for a transformed Haiku function, got "
-            f"{type(t).__name__}"
-        )
+    check_transformed("t", t)
     if not 0 < decay <= 1:
         raise ValueError(f"decay: expected a number in (0, 1], got {decay!r}")
     several = isinstance(t, hk.MultiTransformed | hk.MultiTransformedWithState)

@@ -374,7 +374,7 @@ def _training_rules(rules: Any) -> list[QuantRule]:
     rules = trees.checked_rules(rules)
     for rule in rules:
         rule.config(lhs_is_weight=False, rhs_is_weight=True)
-    # All of one class, as trees that were saved before have them.
+    # All of one class, so that trees of the same rules have one structure.
     return [rule if isinstance(rule, QtRule) else QtRule(**vars(rule)) for rule in rules]
 
 

@@ -9,7 +9,7 @@ rounding itself has the gradient one ("straight through").
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,16 @@ from haiku_implicit.quantized.products.product import quantized_product
 from haiku_implicit.quantized.products.rules import QuantRule
 
 
+class RuleArguments(TypedDict, total=False):
+    """The keyword arguments of products with a rule; `dot_general` documents them."""
+
+    rule: Required[QuantRule]
+    lhs_is_weight: bool
+    rhs_is_weight: bool
+    key: jax.Array | None
+    stats: QuantStats | None
+
+
 def dot_general(
     lhs: Array,
     rhs: Array,
@@ -43,12 +53,8 @@ def dot_general(
     precision: Precision = None,
     preferred_element_type: DType | None = None,
     *,
-    rule: QuantRule,
     out_sharding: Sharding | None = None,
-    lhs_is_weight: bool = False,
-    rhs_is_weight: bool = True,
-    key: jax.Array | None = None,
-    stats: QuantStats | None = None,
+    **how: Unpack[RuleArguments],
 ) -> jax.Array:
     """`jax.lax.dot_general` of quantized operands, with a quantized backward pass.
 
@@ -61,7 +67,7 @@ def dot_general(
       preferred_element_type: the dtype of the result.
       rule: the formats and calibrations; without `weight_qtype` dense operands are not quantized.
       out_sharding: the sharding of the result.
-      lhs_is_weight, rhs_is_weight: which operands are weights; the others are activations.
+      lhs_is_weight, rhs_is_weight: which operands are weights (False, True); others are activations.
       key: a random key, or an integer seed, for a rule with stochastic rounding that is differentiated.
       stats: statistics of the activation, for a rule with `act_static_scale`.
 
@@ -82,8 +88,7 @@ def dot_general(
       True
     """
     product = dot_product((lhs.ndim, rhs.ndim), dimension_numbers, precision, out_sharding)
-    weights = (lhs_is_weight, rhs_is_weight)
-    return _by_rule(product, (lhs, rhs), (), rule, weights, preferred_element_type, key, stats)
+    return _by_rule(product, (lhs, rhs), (), preferred_element_type, **how)
 
 
 def conv_general_dilated(
@@ -99,12 +104,8 @@ def conv_general_dilated(
     precision: Precision = None,
     preferred_element_type: DType | None = None,
     *,
-    rule: QuantRule,
     out_sharding: Sharding | None = None,
-    lhs_is_weight: bool = False,
-    rhs_is_weight: bool = True,
-    key: jax.Array | None = None,
-    stats: QuantStats | None = None,
+    **how: Unpack[RuleArguments],
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` of quantized operands, with a quantized backward pass.
 
@@ -151,8 +152,7 @@ def conv_general_dilated(
         lhs_dilation=lhs_dilation,
         rhs_dilation=rhs_dilation,
     )
-    weights = (lhs_is_weight, rhs_is_weight)
-    return _by_rule(product, (lhs, rhs), (), rule, weights, preferred_element_type, key, stats)
+    return _by_rule(product, (lhs, rhs), (), preferred_element_type, **how)
 
 
 def ragged_dot(
@@ -162,12 +162,7 @@ def ragged_dot(
     precision: Precision = None,
     preferred_element_type: DType | None = None,
     group_offset: Array = None,
-    *,
-    rule: QuantRule,
-    lhs_is_weight: bool = False,
-    rhs_is_weight: bool = True,
-    key: jax.Array | None = None,
-    stats: QuantStats | None = None,
+    **how: Unpack[RuleArguments],
 ) -> jax.Array:
     """`jax.lax.ragged_dot` of quantized operands, with a quantized backward pass.
 
@@ -199,24 +194,25 @@ def ragged_dot(
        [4. 4.]
        [4. 4.]]
     """
-    product, weights = ragged_product(precision, group_offset), (lhs_is_weight, rhs_is_weight)
-    others = (jnp.asarray(group_sizes),)
-    return _by_rule(product, (lhs, rhs), others, rule, weights, preferred_element_type, key, stats)
+    product, others = ragged_product(precision, group_offset), (jnp.asarray(group_sizes),)
+    return _by_rule(product, (lhs, rhs), others, preferred_element_type, **how)
 
 
 def _by_rule(
     product: Product,
     operands: tuple[Any, Any],
     others: Others,
-    rule: QuantRule,
-    are_weights: tuple[bool, bool],
     dtype: DType | None,
-    key: jax.Array | None,
-    stats: QuantStats | None,
+    *,
+    rule: QuantRule | None = None,
+    lhs_is_weight: bool = False,
+    rhs_is_weight: bool = True,
+    key: jax.Array | None = None,
+    stats: QuantStats | None = None,
 ) -> jax.Array:
     if not isinstance(rule, QuantRule):
         raise TypeError(f"rule: expected a QtRule or a QuantRule, got {rule!r}")
-    config = rule.config(*are_weights)
+    config = rule.config(lhs_is_weight, rhs_is_weight)
     lhs, rhs = map(_as_operand, operands)
     if rule.weight_qtype is None and not any(map(is_implicit, (lhs, rhs))):
         return product.plain(lhs, rhs, *others, dtype=dtype)
