@@ -353,13 +353,16 @@ class _Halves(NamedTuple):
 
     def digests(self) -> list[tuple[str, str, np.ndarray]]:
         """The paths of the parameter and the array, and the digests, of each array."""
-        flags, frozen, found = iter(self.flags), self.frozen.each(), []
-        for parameter in parameters_of(self.shapes()):
-            structure = digest(parameter.value)
-            for slot in slots_of(parameter.value):
-                content = digest(slot.value if next(flags) else next(frozen))
-                row = np.frombuffer(bytes.fromhex(structure + content), np.uint32)
-                found.append((parameter.path, "/".join((parameter.path, *slot.path)), row))
+        slots = [
+            (p.path, digest(p.value), slot)
+            for p in parameters_of(self.shapes())
+            for slot in slots_of(p.value)
+        ]
+        frozen, found = self.frozen.each(), []
+        for (path, structure, slot), is_trained in zip(slots, self.flags, strict=True):
+            content = digest(slot.value if is_trained else next(frozen))
+            row = np.frombuffer(bytes.fromhex(structure + content), np.uint32)
+            found.append((path, "/".join((path, *slot.path)), row))
         return found
 
     def shapes(self) -> Params:
