@@ -44,9 +44,10 @@ _ZSTD = Kind(
     "compressed by zstd",
     "haiku_implicit.load reads the parameters of AlphaFold 3. Unpack other files first",
 )
+_LZMA = Kind("lzma", "compressed by lzma", _UNPACK)
 _PACKED = Kind(
     "packed",
-    "compressed by zlib, gzip, bz2 or lzma",
+    "compressed by zlib, gzip or bz2",
     "haiku_implicit.load(path, allow_pickle=True) reads a pickle in it, as joblib writes it. Unpack "
     "other files first",
 )
@@ -81,6 +82,7 @@ _BEGINNINGS = {
     ),
     b"\x28\xb5\x2f\xfd": _ZSTD,
     b"\x04\x22\x4d\x18": Kind("lz4", "compressed by lz4", _UNPACK),
+    b"\xfd7zXZ": _LZMA,
 }
 
 _ORBAX = Kind(
@@ -195,6 +197,8 @@ def _kind_of_bytes(path: str, head: bytes, size: int) -> Kind:
         return _RECORDS
     if head.startswith(tuple(OPENERS)):
         return _PACKED
+    if head.startswith(b"]\x00\x00"):
+        return _LZMA
     if ".zst." in os.path.basename(path):
         return _PIECE
     return Kind("unknown", f"{size:,} bytes that begin with {head[:8]!r}", _AGAIN)

@@ -4,7 +4,6 @@ import bz2
 import functools
 import gzip
 import io
-import lzma
 import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -42,7 +41,8 @@ def unpacked(file: BinaryIO, new_frame: Callable[[], Any]) -> io.BufferedReader:
     return io.BufferedReader(_Unpacked(file, new_frame))
 
 
-# Opens a file of one of Python's own compressors, by the file's first bytes.
+# Opens a file of one of Python's own compressors, by the file's first bytes. lzma is not among them: the
+# first bytes of a file decide how much memory it takes, up to 4 GB.
 OPENERS: dict[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": gzip.open,
     **{
@@ -50,6 +50,4 @@ OPENERS: dict[bytes, Callable[[Any], Any]] = {
         for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")
     },
     b"BZh": bz2.open,
-    b"\xfd7zXZ": lzma.open,
-    b"]\x00\x00": lzma.open,
 }

@@ -75,7 +75,7 @@ KINDS = {
         "a piece of what zstd compressed",
         "load reads the parameters of AlphaFold 3",
     ),
-    "gzip": ("compressed by zlib, gzip, bz2 or lzma", "allow_pickle=True) reads a pickle in it"),
+    "gzip": ("compressed by zlib, gzip or bz2", "allow_pickle=True) reads a pickle in it"),
     "lz4": ("compressed by lz4", "Unpack it first"),
     "torch": ("a file that torch.save wrote", "as safetensors"),
     "zip": ("a zip archive", "Unpack"),

@@ -109,9 +109,7 @@ def compressed(tree, path, how):
         joblib.dump(tree, path, compress=how)
 
 
-@pytest.mark.parametrize(
-    "how", [1, 9, True, ("zlib", 7), "gzip", "bz2", "lzma", "xz", "gzip of a pickle"]
-)
+@pytest.mark.parametrize("how", [1, 9, True, ("zlib", 7), "gzip", "bz2", "gzip of a pickle"])
 def test_compressed_pickles(how, tmp_path):
     tree = {"steps": 3, "params": arrays()}
     tree["params"]["long"] = {"w": np.arange(1 << 13)}  # several pieces
@@ -132,16 +130,22 @@ def test_compressed_pickles(how, tmp_path):
         hki.load(tmp_path / "file", allow_pickle=True)
 
 
-@pytest.mark.parametrize("how", ["zlib", "bz2", "lzma"])
+@pytest.mark.parametrize("how", ["zlib", "gzip", "bz2"])
 def test_compressed_pickles_take_no_more_memory_than_they_may(how, tmp_path):
-    compressed({"w": np.zeros(1 << 25, np.int8)}, tmp_path / "file", how)
+    compressed({"w": np.zeros(1 << 24, np.int8)}, tmp_path / "file", how)
     assert (tmp_path / "file").stat().st_size < 1e6
-    message = "it should have 33554432 more bytes.*Unpack a larger file first"
-    with peak_below(14e6), pytest.raises(hki.CheckpointError, match=message):
+    message = "it should have 16777216 more bytes.*Unpack a larger file first"
+    with peak_below(6e6), pytest.raises(hki.CheckpointError, match=message):
         hki.load(tmp_path / "file", allow_pickle=True)
-    packed = gzip.compress(pickle.dumps(print))
-    (tmp_path / "file").write_bytes(packed)
+    compressed({"call": print}, tmp_path / "file", how)
     with pytest.raises(hki.CheckpointError, match=r"it has builtins\.print"):
+        hki.load(tmp_path / "file", allow_pickle=True)
+
+
+@pytest.mark.parametrize("how", ["lzma", "xz"])
+def test_lzma_is_unpacked_first(how, tmp_path):
+    compressed(arrays(), tmp_path / "file", how)
+    with pytest.raises(hki.CheckpointError, match=r"but compressed by lzma\. Unpack it first"):
         hki.load(tmp_path / "file", allow_pickle=True)
 
 

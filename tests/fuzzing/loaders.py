@@ -185,7 +185,7 @@ def _pickles() -> list[Files]:
     ]
     of_joblib += [
         _written(lambda f, how=how: joblib.dump(whole, f / "file.pickle", compress=how))
-        for how in ("zlib", "bz2", "lzma")
+        for how in ("zlib", "gzip", "bz2")
     ]
     return [*({"file.pickle": pickle.dumps(whole, i)} for i in protocols), *of_joblib]
 
