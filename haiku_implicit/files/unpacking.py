@@ -41,8 +41,8 @@ def unpacked(file: BinaryIO, new_frame: Callable[[], Any]) -> io.BufferedReader:
     return io.BufferedReader(_Unpacked(file, new_frame))
 
 
-# Opens a file of one of Python's own compressors, by the file's first bytes. lzma is not among them: the
-# first bytes of a file decide how much memory it takes, up to 4 GB.
+# Opens a file of one of Python's own compressors, by the file's first bytes. lzma is not among them:
+# a file's first bytes decide how much memory it takes, up to 4 GB.
 OPENERS: dict[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": gzip.open,
     **{
