@@ -136,7 +136,7 @@ def check_type(
         got = f"a function that returns {type(w).__name__}" if callable(make) else repr(make)
         raise TypeError(f"make: expected a function that returns an implicit array, got {got}")
     with materialization("allow"), materialization_report() as report:
-        failures = _said("the array itself", {"": _failure(_check_array, make, dense)})
+        failures = _said("the array itself", {"": _failure(_check_array, make, dense, rtol, atol)})
         if failures:
             every = {}  # its functions would fail as well
         with progress.bar("functions", len(every)) as run:
@@ -160,7 +160,7 @@ def _failures_of(
     if not _allowed(fun, dense(w)):
         return []
     found = {way: _failure(check, dense, rtol, atol) for way, check in _ways(make, fun)}
-    return _said(name, found, _rules_for(fun, w))
+    return _said(name, found, _rules_for(fun, w) if any(found.values()) else "")
 
 
 def _failure(check: Callable[..., None], *args: Any) -> str:
@@ -187,7 +187,7 @@ def _rules_for(fun: Operation, w: ImplicitArray) -> str:
     own = {cls for cls in type(w).__mro__ if issubclass(cls, ImplicitArray)} - {ImplicitArray}
     program = str(jax.make_jaxpr(fun)(jax.ShapeDtypeStruct(w.shape, w.dtype)))
     found = [
-        f"{primitive.name} by {method.rule.__name__}"
+        f"{primitive.name} by {getattr(method.rule, '__name__', method.rule)}"
         for primitive, methods in rules().items()
         if re.search(rf"\b{primitive.name}\b", program)
         for method in methods
@@ -196,7 +196,9 @@ def _rules_for(fun: Operation, w: ImplicitArray) -> str:
     return f" (rules of {type(w).__name__}: {', '.join(dict.fromkeys(found)) or 'none'})"
 
 
-def _check_array(make: Callable[[int], Any], dense: Callable[[Array], jax.Array]) -> None:
+def _check_array(
+    make: Callable[[int], Any], dense: Callable[[Array], jax.Array], rtol: float, atol: float
+) -> None:
     """Checks the fields of an array, its shape and dtype, its flattening, its repr, and a batch."""
     w = make(0)
     _check_fields(w)
@@ -218,7 +220,7 @@ def _check_array(make: Callable[[int], Any], dense: Callable[[Array], jax.Array]
                 "first in each field (for a number x: self.x[..., None, None]), and for two arrays, "
                 f"stacked, it raises {error}"
             ) from error
-        _compare(found, jnp.stack([dense(make(0)), dense(make(1))]), 1e-4, 1e-5)
+        _compare(found, jnp.stack([dense(make(0)), dense(make(1))]), rtol, atol)
 
 
 def _check_fields(w: ImplicitArray) -> None:
