@@ -1,5 +1,6 @@
 """`check_type`: a test of a new implicit type, for use outside this library."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import progress
-from haiku_implicit.core.array import ImplicitArray, flatten, is_implicit, num_batch_axes
+from haiku_implicit.core.array import (
+    ImplicitArray,
+    flatten,
+    is_implicit,
+    num_batch_axes,
+    static_items,
+)
+from haiku_implicit.core.dispatch import rules
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.materialization import (
     MaterializationReport,
@@ -106,7 +114,8 @@ def check_type(
 
     Raises:
       AssertionError: if results, derivatives, the shape or the dtype differ from the dense array's, or
-        if a function raises. It lists all failures.
+        if a function raises. It lists all failures, with the type's rules for the primitives there.
+      TypeError: if `make` does not make an implicit array.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -123,15 +132,18 @@ def check_type(
       'dot_general'
     """
     every = OPERATIONS if operations is None else operations
+    if not callable(make) or not is_implicit(w := make(0)):
+        got = f"a function that returns {type(w).__name__}" if callable(make) else repr(make)
+        raise TypeError(f"make: expected a function that returns an implicit array, got {got}")
     with materialization("allow"), materialization_report() as report:
-        failures = _failures("the array itself", _check_array, make(0), dense)
+        failures = _said("the array itself", {"": _failure(_check_array, make, dense, rtol, atol)})
         if failures:
             every = {}  # its functions would fail as well
         with progress.bar("functions", len(every)) as run:
             for name, fun in every.items():
                 failures += run(name, _failures_of, name, fun, make, dense, rtol, atol)
     if failures:
-        raise AssertionError(f"{len(failures)} failures:\n" + "\n".join(failures))
+        raise AssertionError(f"{len(failures)} failures of {w!r}:\n" + "\n".join(failures))
     return report
 
 
@@ -144,26 +156,52 @@ def _failures_of(
     atol: float,
 ) -> list[str]:
     """The failures of one function, in all ways to run it."""
-    if not _allowed(fun, dense(make(0))):
+    w = make(0)
+    if not _allowed(fun, dense(w)):
         return []
-    return [
-        failure
-        for way, check in _ways(make, fun)
-        for failure in _failures(f"{name}, {way}", check, dense, rtol, atol)
-    ]
+    found = {way: _failure(check, dense, rtol, atol) for way, check in _ways(make, fun)}
+    return _said(name, found, _rules_for(fun, w) if any(found.values()) else "")
 
 
-def _failures(label: str, check: Callable[..., None], *args: Any) -> list[str]:
+def _failure(check: Callable[..., None], *args: Any) -> str:
     try:
         check(*args)
     except Exception as error:  # any error is reported
         lines = [line for line in str(error).splitlines() if line.strip()][:4]
-        return [f"{label}: {type(error).__name__}: {' '.join(lines)}"]
-    return []
+        return f"{type(error).__name__}: {' '.join(lines)}"
+    return ""
 
 
-def _check_array(w: ImplicitArray, dense: Callable[[Array], jax.Array]) -> None:
-    """Checks the shape and dtype of an array, its flattening, and its repr."""
+def _said(name: str, found: dict[str, str], note: str = "") -> list[str]:
+    """A line for each failure of a function, with all ways to run it that fail so."""
+    ways = {failure: [w for w, f in found.items() if f == failure] for failure in found.values()}
+    return [
+        f"{', '.join([name, *filter(None, own)])}: {failure}{note}"
+        for failure, own in ways.items()
+        if failure
+    ]
+
+
+def _rules_for(fun: Operation, w: ImplicitArray) -> str:
+    """Names the rules of the array's own type for the primitives of a function."""
+    own = {cls for cls in type(w).__mro__ if issubclass(cls, ImplicitArray)} - {ImplicitArray}
+    program = str(jax.make_jaxpr(fun)(jax.ShapeDtypeStruct(w.shape, w.dtype)))
+    found = [
+        f"{primitive.name} by {getattr(method.rule, '__name__', method.rule)}"
+        for primitive, methods in rules().items()
+        if re.search(rf"\b{primitive.name}\b", program)
+        for method in methods
+        if own & set(method.signature.types)
+    ]
+    return f" (rules of {type(w).__name__}: {', '.join(dict.fromkeys(found)) or 'none'})"
+
+
+def _check_array(
+    make: Callable[[int], Any], dense: Callable[[Array], jax.Array], rtol: float, atol: float
+) -> None:
+    """Checks the fields of an array, its shape and dtype, its flattening, its repr, and a batch."""
+    w = make(0)
+    _check_fields(w)
     want = dense(w)
     assert (w.shape, w.dtype) == (want.shape, want.dtype), (
         f"it says that it is {w.dtype}{list(w.shape)}, and stands for {want.dtype}{list(want.shape)}"
@@ -172,6 +210,41 @@ def _check_array(w: ImplicitArray, dense: Callable[[Array], jax.Array]) -> None:
     again = treedef.unflatten(leaves)
     assert jax.tree.structure(again) == treedef and hash(treedef) == hash(jax.tree.structure(again))
     repr(treedef.unflatten([object()] * len(leaves)))  # JAX unflattens with placeholders
+    if _can_be_stacked(w):
+        stacked = _stacked(make)
+        try:
+            found = materialize_array(stacked)
+        except Exception as error:
+            raise ValueError(
+                f"core_ndim={w.core_ndim} promises that materialize() accepts batch axes, which come "
+                "first in each field (for a number x: self.x[..., None, None]), and for two arrays, "
+                f"stacked, it raises {error}"
+            ) from error
+        _compare(found, jnp.stack([dense(make(0)), dense(make(1))]), rtol, atol)
+
+
+def _check_fields(w: ImplicitArray) -> None:
+    """Checks that fields hold arrays, and metadata values that are hashable."""
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(w):
+        if not hasattr(leaf, "shape"):
+            raise TypeError(
+                f"the field {jax.tree_util.keystr(keys, simple=True)} holds {leaf!r}, which is no "
+                "array. Give it jnp.asarray(...), or declare it as metadata, with hki.aux_field()"
+            )
+    for name, value in static_items(w).items():
+        if isinstance(value, jax.Array | np.ndarray):
+            raise TypeError(
+                f"the field {name} is declared with aux_field(), for hashable metadata, and holds an "
+                "array. A field of arrays needs no declaration, or frozen_field() if it is not trained"
+            )
+
+
+def _can_be_stacked(w: ImplicitArray) -> bool:
+    return w.core_ndim is not None and not num_batch_axes(w)
+
+
+def _stacked(make: Callable[[int], Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), make(0), make(1))
 
 
 def _allowed(fun: Operation, dense: jax.Array) -> bool:
@@ -205,9 +278,9 @@ def _ways(make: Callable[[int], Any], fun: Operation) -> Iterator[tuple[str, Cal
     coarse = 2e-2 if result.dtype.itemsize < 4 else 0.0  # derivatives pass through the cast
     if jnp.issubdtype(result.dtype, jnp.floating):
         yield "differentiated", check_gradients
-    if type(make(0)).core_ndim is None or num_batch_axes(make(0)):
+    if not _can_be_stacked(make(0)):
         return
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), make(0), make(1))
+    stacked = _stacked(make)
     yield "vmap", check(jax.jit(jax.vmap(implicit)), jax.vmap(fun), stacked)
     scanned = use_implicit_args(lambda ws: jax.lax.scan(lambda _, w: (None, fun(w)), None, ws)[1])
     yield "scan", check(jax.jit(scanned), jax.vmap(fun), stacked)

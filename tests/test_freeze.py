@@ -1,6 +1,7 @@
 """`hki.freeze`: training loops as they are, of models that hold their frozen arrays."""
 
 import functools
+import pickle
 import warnings
 
 import haiku as hk
@@ -412,6 +413,76 @@ def test_the_function_is_wrapped_once():
     again = hki.transform_implicit(model)
     assert_same(again.apply(own, X), model.apply(own, X))
     assert_same(again.params(own), params)
+
+
+# --- the frozen arrays of a training that goes on ---------------------------------------------------
+
+
+def for_resuming(dense=None, dtype="int8", alpha=8.0, trainable_dense=False, **options):
+    dense = DENSE.init(jax.random.key(0), X) if dense is None else dense
+    base = hki.quantize_params(dense, dtype=dtype)
+    params = hki.add_lora(base, 1, **{"rank": 2, "alpha": alpha, **options})
+    return hki.freeze(DENSE, params, trainable_dense=trainable_dense)
+
+
+OTHERS = {
+    "base": (
+        lambda: for_resuming(DENSE.init(jax.random.key(5), X)),
+        "linear_0/w/w/codes has other values",
+    ),
+    "one bias": (
+        lambda: for_resuming(
+            hki.tree_map_with_implicit(
+                lambda x: x + 1e-6 if x.shape == (2,) else x, DENSE.init(jax.random.key(0), X)
+            )
+        ),
+        "linear_2/b has other values",
+    ),
+    "alpha": (lambda: for_resuming(alpha=16.0), "linear_0/w/factor has other values"),
+    "rank": (lambda: for_resuming(rank=1), "linear_0/w has another type, another shape"),
+    "targets": (lambda: for_resuming(targets=".*0/w"), "linear_1/w has another type"),
+    "format": (lambda: for_resuming(dtype="int4"), "linear_0/w has another type"),
+    "trained": (lambda: for_resuming(trainable_dense=".*1/b"), "linear_1/b has other values"),
+}
+
+
+@pytest.mark.parametrize("form", ["hki.save", "pickle"])
+def test_digests_of_the_frozen_arrays_are_saved_beside_the_trained_ones(form, tmp_path):
+    model, own = for_resuming()
+    path = str(tmp_path / "run")
+    tree = {"trained": changed(own), "digests": model.digests()}
+    if form == "pickle":
+        (tmp_path / "run").write_bytes(pickle.dumps(jax.device_get(tree)))
+    else:
+        hki.save(path, tree)
+    found = hki.load(path, allow_pickle=True)
+    again, _ = for_resuming()
+    again.check_digests(found["digests"])
+    np.testing.assert_array_equal(
+        again.apply(found["trained"], X), model.apply(tree["trained"], X), strict=True
+    )
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_digests_tell_other_frozen_arrays(other):
+    digests = for_resuming()[0].digests()
+    make, message = OTHERS[other]
+    with pytest.raises(ValueError, match=rf"^digests: mlp/~/{message}.* Give hki\.freeze the same"):
+        make()[0].check_digests(digests)
+
+
+def test_digests_of_models_frozen_again_and_of_other_arrays():
+    def twice(alpha):
+        return hki.freeze(*for_resuming(alpha=alpha), trainable_dense=".*_b")[0]
+
+    digests = twice(8.0).digests()
+    twice(8.0).check_digests(jnp.asarray(digests))
+    with pytest.raises(ValueError, match="linear_0/w/factor has other values"):
+        twice(16.0).check_digests(digests)
+    with pytest.raises(ValueError, match="from a model with 3 arrays; this one has "):
+        twice(8.0).check_digests(digests[:3])
+    with pytest.raises(TypeError, match=r"expected the result of model\.digests\(\), got dict"):
+        twice(8.0).check_digests({"digests": digests})
 
 
 # --- programs --------------------------------------------------------------------------------------

@@ -41,6 +41,21 @@ class WithAWrongGradient(Diagonal):
     pass
 
 
+@dataclasses.dataclass
+class WithANumber(Diagonal):
+    by: float = 2.0
+
+
+@dataclasses.dataclass
+class WithAnArrayAsMetadata(Diagonal):
+    by: hki.ArrayValue = hki.aux_field(default_factory=lambda: jnp.float32(2))
+
+
+class WithoutBatches(Diagonal):
+    def materialize(self):
+        return self.d[:, None] * jnp.eye(self.d.shape[0])
+
+
 @hki.primitive_handler("neg")
 def keep(primitive, w: WithAWrongRule):
     return w
@@ -72,11 +87,38 @@ def test_a_right_type_passes_and_what_is_dense_is_listed():
     "cls, message",
     [
         (OfAnotherDtype, r"the array itself: AssertionError: it says that it is bfloat16\[3, 3\]"),
-        (WithAWrongRule, "negative, eager: (.|\n)*negative, vmap: (.|\n)*negative, scan: "),
-        (WithAWrongGradient, "^1 failures:\ntanh, differentiated: "),
+        (WithAWrongRule, r"\nnegative, eager, jit: .* \(rules of WithAWrongRule: neg by keep\)"),
+        (
+            WithAWrongGradient,
+            r"^1 failures of WithAWrongGradient\(.*:\ntanh, differentiated: .* by stop\)",
+        ),
+        (
+            WithANumber,
+            r"(?s)^1 failures of .*the field by holds 2\.0.*declare it .* hki\.aux_field\(\)",
+        ),
+        (
+            WithAnArrayAsMetadata,
+            r"(?s)^1 failures of .*the field by is declared with aux_field\(\)",
+        ),
+        (
+            WithoutBatches,
+            r"(?s)^1 failures of .*core_ndim=2 promises that materialize\(\) accepts batch axes",
+        ),
     ],
 )
 def test_wrong_types_are_found(cls, message):
     dense = lambda w: w.d[..., None] * jnp.eye(3)  # noqa: E731
     with pytest.raises(AssertionError, match=message):
         check_type(diagonal(cls), dense, operations=FEW)
+
+
+@pytest.mark.parametrize(
+    "make, got",
+    [
+        (lambda seed: jnp.ones(3), "a function that returns ArrayImpl"),
+        (Diagonal(jnp.ones(3)), r"Diagonal\(float32\[3,3\], d=float32\[3\]\)"),
+    ],
+)
+def test_what_makes_no_array_is_refused(make, got):
+    with pytest.raises(TypeError, match=f"make: expected a function .* implicit array, got {got}"):
+        check_type(make)

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import haiku as hk
 import jax
 from absl import flags
 
@@ -19,13 +20,14 @@ from haiku_implicit.arrays.adapter import method_names
 from haiku_implicit.command_line import program
 from haiku_implicit.command_line.convert import convert
 from haiku_implicit.core.array import is_implicit, known_struct
-from haiku_implicit.core.typing import Array, Tree
+from haiku_implicit.core.typing import Array, Params, Tree
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.saving import save
 from haiku_implicit.params.adapters.adding import add_adapter, options_of
 from haiku_implicit.params.adapters.merging import merge_adapters
 from haiku_implicit.params.adapters.parts import AdapterParts, get_adapter, has_adapter, set_adapter
 from haiku_implicit.params.edits import quantize_params
+from haiku_implicit.params.haiku.frozen import freeze
 from haiku_implicit.params.plots import check_picture, plot_error, plot_memory
 from haiku_implicit.params.summary import compare_params, summary
 from haiku_implicit.params.trees.trees import parameters_of
@@ -162,6 +164,11 @@ def add_lora(values: flags.FlagValues, source: str, target: str) -> program.Said
 @program.command(
     "SOURCE TARGET",
     program.text("adapter", "A file of an adapter apart from its base, which SOURCE is then."),
+    program.text(
+        "trained",
+        "A file of the arrays that hki.freeze returned, or of a run with them as 'trained' and their "
+        "model's 'digests'; SOURCE has the parameters that hki.freeze got.",
+    ),
     program.switch("requantize", "Weights that were quantized are quantized again."),
     program.switch("any_base", "Take an adapter that was made for another base."),
     *program.WRITING,
@@ -183,15 +190,34 @@ def merge(values: flags.FlagValues, source: str, target: str) -> program.Said:
             raise ValueError(str(e).replace("check_base=False", "--any_base")) from e
     if not any(has_adapter(parameter.value) for parameter in parameters_of(params)):
         raise ValueError(
-            f"{source}: there are no adapters in it; --adapter=FILE takes one from a file. (The arrays "
-            "that hki.freeze returns are a part: save model.params(params) to merge)"
+            f"{source}: there are no adapters in it; --adapter=FILE takes one from a file, and "
+            "--trained=FILE the arrays that hki.freeze returned"
         )
+    if values.trained:
+        params = _with_trained(params, values.trained)
     merged = merge_adapters(params, requantize=values.requantize)
     said = _write(params, target, merged)
     if not values.requantize:
         return said
     found = compare_params(params, merged)
     return program.Said({**said.fields, "changed": found.to_json()}, f"{said.line}\n{found}")
+
+
+def _with_trained(params: Params, path: str) -> Params:
+    """Parameters with the arrays in a file that `freeze` trained."""
+    run = load(path)
+    trained = run.get("trained", run) if isinstance(run, Mapping) else {}
+    try:
+        model, _ = freeze(
+            hk.Transformed(init=lambda *_: params, apply=lambda *_: None),
+            params,
+            trainable_dense=lambda module, name, _: name in trained.get(module, ()),
+        )
+        if "digests" in run:
+            model.check_digests(run["digests"])
+        return model.params(trained)
+    except (ValueError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path}: {e}") from e
 
 
 # --- diff ------------------------------------------------------------------------------------------

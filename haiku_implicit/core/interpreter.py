@@ -317,7 +317,8 @@ def _materialized(x: Array) -> jax.Array:
     if np.shape(out) != shape or out.dtype != dtype:
         raise TypeError(
             f"{type(x).__name__}.materialize() returned {out.dtype}{list(np.shape(out))}, but the "
-            f"array says that it is {dtype}{list(shape)}"
+            f"array says that it is {dtype}{list(shape)}. Correct it, or compute_shape and "
+            "compute_dtype"
         )
     return out
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from haiku_implicit.core.typing import Json
 from haiku_implicit.files import records
 from haiku_implicit.files.container import CheckpointError, File, is_container, parse_json
+from haiku_implicit.files.unpacking import OPENERS
 
 
 class Kind(NamedTuple):
@@ -43,6 +44,13 @@ _ZSTD = Kind(
     "compressed by zstd",
     "haiku_implicit.load reads the parameters of AlphaFold 3. Unpack other files first",
 )
+_LZMA = Kind("lzma", "compressed by lzma", _UNPACK)
+_PACKED = Kind(
+    "packed",
+    "compressed by zlib, gzip or bz2",
+    "haiku_implicit.load(path, allow_pickle=True) reads a pickle in it, as joblib writes it. Unpack "
+    "other files first",
+)
 _PIECE = Kind(
     "piece",
     "a piece of what zstd compressed",
@@ -72,9 +80,9 @@ _BEGINNINGS = {
     b"version https://git-lfs": Kind(
         "lfs", "a pointer of Git LFS in place of the file", "`git lfs pull` brings the file"
     ),
-    b"\x1f\x8b": Kind("gzip", "compressed by gzip", _UNPACK),
     b"\x28\xb5\x2f\xfd": _ZSTD,
-    b"\xfd7zXZ": Kind("xz", "compressed by xz", _UNPACK),
+    b"\x04\x22\x4d\x18": Kind("lz4", "compressed by lz4", _UNPACK),
+    b"\xfd7zXZ": _LZMA,
 }
 
 _ORBAX = Kind(
@@ -187,6 +195,10 @@ def _kind_of_bytes(path: str, head: bytes, size: int) -> Kind:
         return _OURS if ours else _SAFETENSORS
     if records.is_record(path):
         return _RECORDS
+    if head.startswith(tuple(OPENERS)):
+        return _PACKED
+    if head.startswith(b"]\x00\x00"):
+        return _LZMA
     if ".zst." in os.path.basename(path):
         return _PIECE
     return Kind("unknown", f"{size:,} bytes that begin with {head[:8]!r}", _AGAIN)

@@ -17,7 +17,7 @@ from haiku_implicit.files.structure import Structure, describe
 # The files that `load` reads, for errors.
 EXPECTED = "a safetensors or .npz file"
 # Kinds that only the unpickler can tell from pickles: old pickles are texts.
-_MAY_BE_PICKLES = ("pickle", "text", "unknown")
+_MAY_BE_PICKLES = ("pickle", "text", "unknown", "packed")
 _RECORDS = ("records", "zstd")
 
 

@@ -49,7 +49,7 @@ def load(
         they are used and drops when memory is short. (They are read once for the checksums.)
       allow_pickle: whether the file may be a pickle of Haiku parameters, as many published models
         are. The unpickler knows only NumPy arrays, also as joblib writes them, and containers, and
-        does not run anything else.
+        does not run anything else. The file may be compressed by zlib, gzip or bz2.
 
     Returns:
       The tree, with JAX arrays, by default on the default device. Without JAX's 64-bit mode, arrays of

@@ -5,12 +5,13 @@ pickle could set, and never pass NumPy arguments that make it read other memory,
 """
 
 import collections
+import io
 import math
 import os
 import pickle
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -18,9 +19,12 @@ import numpy as np
 from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.unpacking import OPENERS
 
 # A pickle's tree may take `_LEAST_ROOM` bytes, and `_ROOM` per byte of it; each object takes `_NODE`.
 _LEAST_ROOM, _ROOM, _NODE = 1 << 20, 64, 64
+# So many bytes, and `_LEAST_ROOM`, are unpacked per byte of a compressed file.
+_UNPACKED = 16
 
 
 class _Stand:
@@ -118,10 +122,16 @@ for _core in ("numpy.core", "numpy._core"):
 
 
 class _File:
-    """A file that never reads more than it has: a pickle may claim any length."""
+    """A file, compressed or not, that never reads more than it has: a pickle may claim any length."""
 
-    def __init__(self, path: str, file: BinaryIO):
-        self._file, self.left = file, os.path.getsize(path)
+    def __init__(self, path: str, file: io.BufferedReader):
+        self._file: Any = file
+        self.left, self._most = os.path.getsize(path), ""
+        for beginning, opener in OPENERS.items():
+            if file.peek(len(beginning)).startswith(beginning):
+                self._file = opener(file)
+                self.left = _LEAST_ROOM + _UNPACKED * self.left
+                self._most = f" (at most {self.left} are unpacked. Unpack a larger file first)"
 
     def read(self, size: int) -> bytes:
         """Reads bytes, if there are so many.
@@ -130,15 +140,23 @@ class _File:
           EOFError: if there are fewer.
         """
         if not 0 <= size <= self.left:
-            raise EOFError(f"it should have {size} more bytes, and has {self.left}")
+            raise EOFError(f"it should have {size} more bytes, and has {self.left}{self._most}")
         self.left -= size
-        return self._file.read(size)
+        found = self._file.read(size)
+        if len(found) < size:
+            raise EOFError(f"it should have {size - len(found)} more bytes")
+        return found
 
     def readline(self) -> bytes:
         """Reads a line."""
-        line = self._file.readline()
+        line = self._file.readline(self.left)
         self.left -= len(line)
         return line
+
+    def check_end(self) -> None:
+        """Raises if more bytes follow in a compressed file, or if its checksum at the end is wrong."""
+        if self._most and self._file.read(1):
+            raise EOFError("more bytes follow after its end")
 
 
 class _Following(_Array):
@@ -192,13 +210,17 @@ def read(path: str) -> Tree:
     try:
         with open(path, "rb") as opened:
             file = _File(path, opened)
-            room = _Room(file.left)
-            return _finished(_Unpickler(file).load(), room)
-    except OSError:
-        raise
+            room = _Room(os.path.getsize(path))
+            tree = _Unpickler(file).load()
+            file.check_end()
+            return _finished(tree, room)
     except CheckpointError as e:
         raise CheckpointError(f"{path}: not a pickle of parameters: {e}") from None
-    except Exception as e:  # any error of the unpickler about bytes that are not a pickle
+    except (
+        Exception
+    ) as e:  # any error of the unpickler, or of bz2, about bytes that are not a pickle
+        if isinstance(e, OSError) and e.errno is not None:
+            raise
         raise CheckpointError(f"{path}: not a whole pickle ({type(e).__name__}: {e})") from None
 
 

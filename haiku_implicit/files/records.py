@@ -20,11 +20,11 @@ from haiku_implicit.core.messages import imported
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import Structure, describe_modules
+from haiku_implicit.files.unpacking import unpacked
 
 LENGTHS = struct.Struct("<5i")
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _CHUNK = 1 << 20
-_PACKED = 1 << 12  # unpacked at once: at most some thousand times as many bytes come of it
 # `af3.bin.zst.1`, or `af3.1.bin.zst`: the name of a piece, and its number.
 _PIECE = re.compile(r"(?P<name>.+)\.bin(?P<zst>\.zst)?\.(?P<number>\d+)")
 _NUMBERED = re.compile(r"(?P<name>.+)\.(?P<number>\d+)\.bin(?P<zst>\.zst)?")
@@ -184,10 +184,13 @@ class _Stream:
         self.path, self.position = path, 0
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(piece, "rb")) for piece in pieces]
-            joined = io.BufferedReader(_Joined(files))
-            self._file: BinaryIO | _Unpacked = joined
-            if joined.peek(len(_ZSTD)).startswith(_ZSTD):
-                self._file = _Unpacked(path, joined)
+            self._file: Any = io.BufferedReader(_Joined(files))
+            if self._file.peek(len(_ZSTD)).startswith(_ZSTD):
+                zstandard = imported(
+                    "zstandard", f"{path}: compressed by zstd, which needs zstandard", "zstandard"
+                )
+                new_frame = lambda: zstandard.ZstdDecompressor().decompressobj()  # noqa: E731
+                self._file = unpacked(self._file, new_frame)
             self._close = stack.pop_all().close
 
     def read(self, size: int, or_end: bool = False) -> bytes:
@@ -232,32 +235,3 @@ class _Stream:
             raise CheckpointError(
                 f"{self.path}: not whole ({e}). If it was not copied completely, copy it again"
             ) from None
-
-
-class _Unpacked:
-    """The bytes that zstd compressed, in one frame or several."""
-
-    def __init__(self, path: str, file: BinaryIO):
-        self._path, self._file = path, file
-        self._zstandard = imported(
-            "zstandard", f"{path}: compressed by zstd, which needs zstandard", "zstandard"
-        )
-        self._frame = self._new_frame()
-        self._found, self._at = b"", 0
-
-    def read(self, size: int) -> bytes:
-        """Reads at most so many bytes, and none only at the end."""
-        while self._at == len(self._found):
-            if not (data := self._frame.unused_data or self._file.read(_PACKED)):
-                break
-            if self._frame.eof:
-                self._frame = self._new_frame()
-            self._found, self._at = self._frame.decompress(data), 0
-        found = self._found[self._at : self._at + size]
-        self._at += len(found)
-        if not found and not self._frame.eof:
-            raise EOFError("the last part of what zstd compressed is missing")
-        return found
-
-    def _new_frame(self) -> Any:
-        return self._zstandard.ZstdDecompressor().decompressobj()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,10 +105,35 @@ def test_warnings_are_lines_and_a_field(folder, capsys):
     assert code == 0 and not err and out[0].startswith("dense: ")
 
 
+def test_merge_of_the_arrays_that_freeze_trains(folder, capsys):
+    model = hk.Transformed(init=lambda *_: None, apply=lambda p: p)
+    assert run(capsys, "add-lora", "model", "tuned", "--rank=2", "--targets=.*/w")[0] == 0
+    frozen, trained = hki.freeze(model, hki.load("tuned"), trainable_dense=".*/b")
+    trained = jax.tree.map(lambda x: x + 0.5, trained)
+    hki.save("alone", trained)
+    hki.save("run", {"step": 3, "trained": trained, "digests": frozen.digests()})
+    want = hki.merge_lora(frozen.params(trained))
+    for name in ("alone", "run"):
+        assert run(capsys, "merge", "tuned", f"from_{name}", f"--trained={name}")[0] == 0
+        jax.tree.map(np.testing.assert_array_equal, hki.load(f"from_{name}"), want)
+
+    assert run(capsys, "add-lora", "model", "other", "--rank=2", "--alpha=8")[0] == 0
+    code, _, err = run(capsys, "merge", "other", "new", "--trained=run")
+    assert code == 1 and "run: digests: model/layer_0/w/factor has other values" in err[0]
+    assert run(capsys, "add-lora", "model", "less", "--rank=1")[0] == 0
+    code, _, err = run(capsys, "merge", "less", "new", "--trained=alone")
+    assert code == 1 and "alone: params: expected model/layer_0/w_lora_a in the shape" in err[0]
+    hki.save("list", [1, 2])
+    for other in ("model", "list"):
+        code, _, err = run(capsys, "merge", "tuned", "new", f"--trained={other}")
+        assert code == 1 and f"error: {other}: params: model/layer_0/w" in err[0]
+    assert not (folder / "new").exists()
+
+
 def test_what_has_no_adapter_is_not_merged(folder, capsys):
     code, _, err = run(capsys, "merge", "model", "merged")
     assert code == 1 and "model: there are no adapters in it" in err[0]
-    assert "model.params(params)" in err[0]
+    assert "--trained=FILE" in err[0]
     assert not (folder / "merged").exists()
 
 

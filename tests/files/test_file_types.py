@@ -1,5 +1,6 @@
 """Files given to what does not read them: one error that says what they are, and what reads them."""
 
+import gzip
 import os
 import pickle
 import struct
@@ -46,6 +47,8 @@ def folder(tmp_path_factory):
         "af3.bin": struct.pack("<5i", 8, 14, 5, 1, 2) + b"__meta____identifier__uint8\2\0\0\0ab",
         "af3.bin.zst": b"\x28\xb5\x2f\xfd" + bytes(range(100)),
         "noise.bin.zst.1": bytes(range(255, 128, -1)),
+        "gzip": gzip.compress(b"bytes"),
+        "lz4": b"\x04\x22\x4d\x18" + bytes(range(100)),
         "folders/orbax/_METADATA": b"{}",
         "folders/steps/100/_CHECKPOINT_METADATA": b"{}",
         "folders/peft/adapter_config.json": b"{}",
@@ -72,6 +75,8 @@ KINDS = {
         "a piece of what zstd compressed",
         "load reads the parameters of AlphaFold 3",
     ),
+    "gzip": ("compressed by zlib, gzip or bz2", "allow_pickle=True) reads a pickle in it"),
+    "lz4": ("compressed by lz4", "Unpack it first"),
     "torch": ("a file that torch.save wrote", "as safetensors"),
     "zip": ("a zip archive", "Unpack"),
     "empty": ("an empty file", "copy it again"),

@@ -1,6 +1,8 @@
 """Parameters in the forms in which models are published: weight for weight, array by array."""
 
 import contextlib
+import gzip
+import pickle
 import struct
 import sys
 import tracemalloc
@@ -97,6 +99,53 @@ def test_joblib_that_is_not_whole(tmp_path):
     assert many != whole
     (tmp_path / "file").write_bytes(many)
     with peak_below(2e6), pytest.raises(hki.CheckpointError, match="it should have .* more bytes"):
+        hki.load(tmp_path / "file", allow_pickle=True)
+
+
+def compressed(tree, path, how):
+    if how == "gzip of a pickle":
+        path.write_bytes(gzip.compress(pickle.dumps(tree)))
+    else:
+        joblib.dump(tree, path, compress=how)
+
+
+@pytest.mark.parametrize("how", [1, 9, True, ("zlib", 7), "gzip", "bz2", "gzip of a pickle"])
+def test_compressed_pickles(how, tmp_path):
+    tree = {"steps": 3, "params": arrays()}
+    tree["params"]["long"] = {"w": np.arange(1 << 13)}  # several pieces
+    compressed(tree, tmp_path / "file", how)
+    found = hki.load(tmp_path / "file", allow_pickle=True, numpy=True)
+    assert_same(found, {"steps": 3, "params": native(tree["params"])})
+    with pytest.raises(hki.CheckpointError, match=r"but compressed by .*allow_pickle=True"):
+        hki.load(tmp_path / "file")
+    whole = (tmp_path / "file").read_bytes()
+    for length in (1, 2, 3, 5, 10, 11, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "file").write_bytes(whole[:length])
+        with pytest.raises(hki.CheckpointError, match="file: "):
+            hki.load(tmp_path / "file", allow_pickle=True)
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 255
+    (tmp_path / "file").write_bytes(changed)
+    with pytest.raises(hki.CheckpointError, match="file: "):
+        hki.load(tmp_path / "file", allow_pickle=True)
+
+
+@pytest.mark.parametrize("how", ["zlib", "gzip", "bz2"])
+def test_compressed_pickles_take_no_more_memory_than_they_may(how, tmp_path):
+    compressed({"w": np.zeros(1 << 24, np.int8)}, tmp_path / "file", how)
+    assert (tmp_path / "file").stat().st_size < 1e6
+    message = "it should have 16777216 more bytes.*Unpack a larger file first"
+    with peak_below(6e6), pytest.raises(hki.CheckpointError, match=message):
+        hki.load(tmp_path / "file", allow_pickle=True)
+    compressed({"call": print}, tmp_path / "file", how)
+    with pytest.raises(hki.CheckpointError, match=r"it has builtins\.print"):
+        hki.load(tmp_path / "file", allow_pickle=True)
+
+
+@pytest.mark.parametrize("how", ["lzma", "xz"])
+def test_lzma_is_unpacked_first(how, tmp_path):
+    compressed(arrays(), tmp_path / "file", how)
+    with pytest.raises(hki.CheckpointError, match=r"but compressed by lzma\. Unpack it first"):
         hki.load(tmp_path / "file", allow_pickle=True)
 
 

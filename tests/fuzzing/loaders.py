@@ -183,6 +183,10 @@ def _pickles() -> list[Files]:
     of_joblib = [
         _written(lambda f, i=i: joblib.dump(whole, f / "file.pickle", protocol=i)) for i in (3, 5)
     ]
+    of_joblib += [
+        _written(lambda f, how=how: joblib.dump(whole, f / "file.pickle", compress=how))
+        for how in ("zlib", "gzip", "bz2")
+    ]
     return [*({"file.pickle": pickle.dumps(whole, i)} for i in protocols), *of_joblib]
 
 

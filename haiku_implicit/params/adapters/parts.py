@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from haiku_implicit.adapters.vblora import VectorBank
 from haiku_implicit.arrays.adapter import Adapter
@@ -18,9 +16,7 @@ from haiku_implicit.arrays.matrix_view import matrix_in, matrix_of, tensor_of, w
 from haiku_implicit.core.array import (
     a_half,
     check_values,
-    flatten_one_level,
     is_implicit,
-    static_items,
 )
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import Targets, predicate_of
@@ -28,6 +24,7 @@ from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.adapters import vector_bank
 from haiku_implicit.params.trees import trees
+from haiku_implicit.params.trees.digests import digest
 from haiku_implicit.params.trees.selection import describe
 
 
@@ -194,26 +191,6 @@ def with_base(value: Array, base: Array) -> Array:
     if isinstance(weight.w, Adapter):
         matrix = with_base(weight.w, matrix)
     return with_matrix(view, weight.completed()._replace(w=matrix))
-
-
-def digest(value: Array) -> str:
-    """A digest of an array's types, shapes and bytes, dense or implicit, in 16 hexadecimal digits."""
-    found = hashlib.blake2b(digest_size=8)
-
-    def add(x: Array) -> None:
-        if is_implicit(x):
-            found.update(f"{type(x).__name__}{sorted(static_items(x).items())}".encode())
-            for part in flatten_one_level(x)[0]:
-                add(part)
-            return
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-            x = jax.random.key_data(x)
-        array = np.ascontiguousarray(x)
-        found.update(f"{array.dtype.name}{array.shape}".encode())
-        found.update(array.reshape(-1).view(np.uint8).data)
-
-    add(value)
-    return found.hexdigest()
 
 
 def checked_parts(argument: str, adapter: Any, of_dense: str = "") -> AdapterParts:

@@ -31,6 +31,8 @@ from haiku_implicit.params.haiku.transformed import (
     takes_implicit,
     transform_implicit,
 )
+from haiku_implicit.params.trees.digests import digest
+from haiku_implicit.params.trees.trees import parameters_of
 from haiku_implicit.training.gradients import slots_of, trained, treedef_of
 
 Keys = tuple[str, ...]
@@ -113,7 +115,8 @@ def freeze(
       that the model's own `init` makes with that key. (For other factors, give `add_lora` another key.)
       `model.params(params)` gives all parameters back, for saving, merging and serving, and
       `model.whole` is the model that takes them. A file of the trained arrays alone does not name their
-      base; a file of `get_adapter(model.params(params))` does, and `set_adapter` checks it.
+      base: save `model.digests()` beside them, and `model.check_digests(...)` raises if the frozen
+      arrays are others when training continues.
 
     Raises:
       TypeError: for anything but a transformed function and a tree of parameters.
@@ -182,7 +185,7 @@ class Frozen:
 
     def shapes(self) -> tuple[Params, Sequence[bool]]:
         """The structs of all parameters, and whether the array in each of their slots is trained."""
-        return jax.eval_shape(self._halves.whole, self._halves.start()), self._halves.flags
+        return self._halves.shapes(), self._halves.flags
 
     def params(self, params: Params) -> Params:
         """Returns all parameters, with the trained arrays from `params`.
@@ -193,6 +196,64 @@ class Frozen:
           ValueError: for parameters other than those that `freeze` returned.
         """
         return self._halves.whole(params)
+
+    def digests(self) -> np.ndarray:
+        """Returns digests of the frozen arrays, to be saved beside the trained ones.
+
+        The arrays go through the memory of the host, so call it once, before the loop.
+
+        Returns:
+          A row `uint32[4]` for each array of all parameters: two numbers for its parameter's types,
+          options and shapes, and two for the bytes of the array if it is frozen.
+
+        Example:
+          >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
+          >>> model = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(8)(x)))
+          >>> base = model.init(jax.random.key(0), jnp.ones((4, 3)))
+          >>> first, _ = hki.freeze(model, hki.add_lora(base, 0, rank=1, alpha=8.0))
+          >>> again, _ = hki.freeze(model, hki.add_lora(base, 0, rank=1, alpha=16.0))
+          >>> first.check_digests(first.digests())
+          >>> again.check_digests(first.digests())
+          Traceback (most recent call last):
+          ...
+          ValueError: digests: linear/w/factor has other values than in the model that they are from...
+        """
+        return np.stack([row for *_, row in self._digests()])
+
+    def check_digests(self, digests: Array) -> None:
+        """Raises unless this model's frozen arrays are those of the model that `digests` are from.
+
+        Args:
+          digests: the result of `digests`, as a file returns it.
+
+        Raises:
+          ValueError: for another base, or for an adapter or quantized weights with other options. It
+            names the first parameter that differs.
+        """
+        own, saved = self._digests(), np.asarray(digests)
+        if saved.ndim != 2:
+            raise TypeError(
+                f"digests: expected the result of model.digests(), got {type(digests).__name__}"
+            )
+        for (parameter, array, row), other in zip(own, saved, strict=False):
+            if not np.array_equal(row, other):
+                if np.array_equal(row[:2], other[:2]):
+                    found = f"{array} has other values"
+                else:
+                    found = f"{parameter} has another type, another shape or other options"
+                raise ValueError(
+                    f"digests: {found} than in the model that they are from. Give hki.freeze the same "
+                    "base, quantization, adapter, alpha= and trainable_dense="
+                )
+        if len(saved) != len(own):
+            raise ValueError(
+                f"digests: they are from a model with {len(saved)} arrays; this one has {len(own)}"
+            )
+
+    def _digests(self) -> list[tuple[str, str, np.ndarray]]:
+        """The paths of the parameter and the array, and the digests, of each array."""
+        inner: Any = self.whole  # a model that was frozen before
+        return [*(inner._digests() if isinstance(inner, Frozen) else []), *self._halves.digests()]
 
 
 class FrozenTransformed(Frozen, hk.Transformed):
@@ -289,6 +350,24 @@ class _Halves(NamedTuple):
         own, frozen = (given[keys] for keys in self.names), iter(self.frozen.read())
         values = [next(own if flag else frozen) for flag in self.flags]
         return self.treedef.unflatten(values)
+
+    def digests(self) -> list[tuple[str, str, np.ndarray]]:
+        """The paths of the parameter and the array, and the digests, of each array."""
+        slots = [
+            (p.path, digest(p.value), slot)
+            for p in parameters_of(self.shapes())
+            for slot in slots_of(p.value)
+        ]
+        frozen, found = self.frozen.each(), []
+        for (path, structure, slot), is_trained in zip(slots, self.flags, strict=True):
+            content = digest(slot.value if is_trained else next(frozen))
+            row = np.frombuffer(bytes.fromhex(structure + content), np.uint32)
+            found.append((path, "/".join((path, *slot.path)), row))
+        return found
+
+    def shapes(self) -> Params:
+        """The structs of all parameters."""
+        return jax.eval_shape(self.whole, self.start())
 
     def check(self, given: Mapping[Keys, Array]) -> None:
         """Raises for parameters other than the trained arrays."""
@@ -390,27 +469,24 @@ class _Held:
     """
 
     def __init__(self, values: Sequence[Any], by_reference: bool):
-        self._values = list(values)
-        slots: dict[int, list[int]] = {}
-        for i, x in enumerate(values):
-            if by_reference and _can_be_referenced(x):
-                slots.setdefault(id(x), []).append(i)
         # One reference for each array, in however many slots it is.
-        self._refs = [(compat.new_ref(values[own[0]]), own) for own in slots.values()]
-        for _, own in self._refs:
-            for i in own:
-                self._values[i] = None
+        arrays = {id(x): x for x in values if by_reference and _can_be_referenced(x)}
+        refs = {key: compat.new_ref(x) for key, x in arrays.items()}
+        self._refs = list(refs.values())
+        self._values = [refs.get(id(x), x) for x in values]
 
     def read(self) -> list[Array]:
-        values = list(self._values)
         # JAX can't give references to a program for one of several devices.
         constants = jax.ensure_compile_time_eval if compat.in_manual_region() else nullcontext
         with constants():
-            for ref, own in self._refs:
-                array = ref[...]
-                for i in own:
-                    values[i] = array
-        return values
+            arrays = {id(ref): ref[...] for ref in self._refs}
+        return [arrays.get(id(x), x) for x in self._values]
+
+    def each(self) -> Iterator[Array]:
+        """The arrays, of which only one is copied at a time."""
+        refs = set(map(id, self._refs))
+        for x in self._values:
+            yield x[...] if id(x) in refs else x
 
 
 def _can_be_referenced(x: Any) -> bool:
