@@ -1,8 +1,8 @@
-"""The library of native kernels: compiled from C++ at first use, cached, and registered with JAX.
+"""The library of native kernels: from the wheel, or compiled at first use; registered with JAX.
 
-This file knows nothing of products; `native` calls the registered handlers. Without a C++ compiler, or
-with `HAIKU_IMPLICIT_NATIVE=0` in the environment, `available()` is False, and XLA's own operations
-compute products.
+This file knows nothing of products; `native` calls the registered handlers. Without kernels in the
+wheel and without a C++ compiler, or with `HAIKU_IMPLICIT_NATIVE=0` in the environment, `available()` is
+False, and XLA's own operations compute products.
 """
 
 import contextlib
@@ -24,10 +24,9 @@ import jax
 import jaxlib.version
 from absl import logging
 
-SOURCES = [
-    pathlib.Path(__file__).with_name(f"{name}.cc")
-    for name in ("quantized_matmul", "integer_matmul")
-]
+from haiku_implicit.quantized.cpu import targets
+
+SOURCES = targets.SOURCES
 
 # The functions of the library; each is a target of `jax.ffi.ffi_call`, after this prefix.
 HANDLERS = ("QuantizedMatmul", "IntegerMatmul")
@@ -35,8 +34,8 @@ PREFIX = "haiku_implicit_"
 
 # `native` is the CPU that compiles: other CPUs do not use the library, see `_key`. Another target, as
 # `x86-64-v3` for AVX2, serves to measure and to test.
-_TARGET = os.environ.get("HAIKU_IMPLICIT_NATIVE_TARGET", "native")
-FLAGS = ("-std=c++17", "-O3", f"-march={_TARGET}", "-fPIC", "-shared", "-w")
+_TARGET = os.environ.get("HAIKU_IMPLICIT_NATIVE_TARGET", "")
+FLAGS = (*targets.FLAGS, f"-march={_TARGET or 'native'}")
 
 _TIMEOUT = 300  # seconds
 
@@ -49,7 +48,7 @@ class BuildError(Exception):
 
 
 def available() -> bool:
-    """Whether the kernels can be called. The first call compiles them."""
+    """Whether the kernels can be called. The first call loads them, or compiles them."""
     return os.environ.get("HAIKU_IMPLICIT_NATIVE", "1") != "0" and _registered()
 
 
@@ -85,12 +84,23 @@ def register(prefix: str, flags: tuple[str, ...]) -> None:
     Raises:
       BuildError, OSError: as `library` does.
     """
-    loaded = library(flags)
+    loaded = _brought() if flags == FLAGS and not _TARGET else None
+    loaded = library(flags) if loaded is None else loaded
     loaded.LargestTiled.restype = ctypes.c_int64
     _LARGEST_TILED[prefix] = loaded.LargestTiled()
     for name in HANDLERS:
         capsule = jax.ffi.pycapsule(getattr(loaded, name))
         jax.ffi.register_ffi_target(prefix + name, capsule, platform="cpu")
+
+
+def _brought() -> ctypes.CDLL | None:
+    """Loads the library that the wheel has for this CPU; None without one."""
+    path = targets.brought()
+    try:
+        return None if path is None else _load(path)
+    except (BuildError, OSError) as error:  # of another C library, for example
+        logging.info("haiku_implicit: compiles the native kernel, since %s", error)
+        return None
 
 
 def library(flags: tuple[str, ...]) -> ctypes.CDLL:

@@ -1,0 +1,82 @@
+"""Compiles the kernels for CPUs into the wheel; setup.cfg has all the rest."""
+
+import concurrent.futures
+import importlib.util
+import os
+import pathlib
+import platform
+import runpy
+import shlex
+import subprocess
+import tempfile
+
+import setuptools
+from setuptools import build_meta
+from setuptools.build_meta import *  # noqa: F403  (pyproject.toml names this file as the build's backend)
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+CPU = "haiku_implicit/quantized/cpu"
+ABOUT = runpy.run_path(f"{CPU}/targets.py")
+TARGETS = ABOUT["TARGETS"].get(platform.machine(), ()) if platform.system() == "Linux" else ()
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+MORE_FLAGS = shlex.split(os.environ.get("CXXFLAGS", ""))
+# Machines with an older C++ library can load the kernels, and each build gives the same bytes.
+LINKED = (
+    *("-static-libstdc++", "-ffunction-sections", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL"),
+    *("-Wl,--build-id=none", "-s"),
+)
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    """Requires the headers in jaxlib, of the oldest version: later ones load what has used them."""
+    return [*build_meta.get_requires_for_build_wheel(config_settings), "jaxlib>=0.7,<0.8"]
+
+
+def compile_kernels(folder):
+    """Compiles the sources for each target into a folder; without a compiler none, and says so."""
+    include = pathlib.Path(importlib.util.find_spec("jaxlib").origin).parent / "include"
+
+    def compile_for(target):
+        flags = [*ABOUT["FLAGS"], *target.flags, f"-I{include}", *LINKED, *MORE_FLAGS]
+        sources = [f"{CPU}/{path.name}" for path in ABOUT["SOURCES"]]
+        subprocess.run([*COMPILER, *flags, *sources, "-o", folder / target.file], check=True)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_for, TARGETS))
+
+
+class BuildWithKernels(build_py):
+    """Adds the kernels, unless the package is installed to be edited."""
+
+    def run(self):
+        super().run()
+        folder = pathlib.Path(self.build_lib) / CPU
+        if TARGETS and not self.editable_mode:
+            with tempfile.TemporaryDirectory() as made:
+                try:
+                    compile_kernels(pathlib.Path(made))
+                except (AttributeError, OSError, subprocess.CalledProcessError) as error:
+                    self.warn(f"no kernels in this wheel, they are compiled at first use: {error}")
+                    return
+                for path in pathlib.Path(made).iterdir():
+                    self.copy_file(str(path), str(folder / path.name))
+
+
+class Wheel(bdist_wheel):
+    """A wheel for all versions of Python, and for one kind of machine if it has kernels."""
+
+    def run(self):
+        self.run_command("build_py")
+        folder = pathlib.Path(self.get_finalized_command("build_py").build_lib) / CPU
+        kernels = any(folder.glob("kernels-*.so"))
+        self.root_is_pure = not kernels
+        self.distribution.has_ext_modules = lambda: kernels  # (decides where files are installed)
+        super().run()
+
+    def get_tag(self):
+        return ("py3", "none", "any" if self.root_is_pure else super().get_tag()[2])
+
+
+if __name__ == "__main__":
+    setuptools.setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": Wheel})
