@@ -35,7 +35,8 @@ def require(condition: Any, reason: str) -> None:
 
 def of_type(x: Any, kind: type, what: str) -> Any:
     """Returns a value from a file if it is of this type, or raises. A boolean is not a number."""
-    require(type(x) is kind, f"{what} has to be a {_JSON_NAMES[kind]}, got {type(x).__name__}")
+    if type(x) is not kind:
+        raise ValueError(f"{what} has to be a {_JSON_NAMES[kind]}, got {type(x).__name__}")
     return x
 
 
@@ -79,6 +80,7 @@ def _dtypes() -> dict[str, Any]:
     return {**numbers, **keys, "float0": np.dtype(jax.dtypes.float0)}
 
 
+@functools.cache
 def _name_of(dtype: DType) -> str:
     return str(dtype) if _is_key(dtype) else dtypes.name_of_dtype(dtype)
 
