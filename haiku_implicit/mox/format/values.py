@@ -81,7 +81,7 @@ def _dtypes() -> dict[str, Any]:
 
 
 @functools.cache
-def _name_of(dtype: DType) -> str:
+def _name_of(dtype: Any) -> str:
     return str(dtype) if _is_key(dtype) else dtypes.name_of_dtype(dtype)
 
 
