@@ -85,12 +85,12 @@ def _name_of(dtype: Any) -> str:
     return str(dtype) if _is_key(dtype) else dtypes.name_of_dtype(dtype)
 
 
-def _is_named(dtype: DType) -> bool:
+def _is_named(dtype: Any) -> bool:
     """Whether files know a dtype."""
     return _name_of(dtype) in _dtypes()
 
 
-def dtype_to_json(dtype: DType) -> str:
+def dtype_to_json(dtype: Any) -> str:
     """The name of a dtype."""
     if not _is_named(dtype):
         raise Unsaveable(f"it has the dtype {dtype}")
