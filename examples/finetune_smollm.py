@@ -158,13 +158,19 @@ def load_params(checkpoint: smollm.Checkpoint) -> dict[str, dict[str, Any]]:
 
 def computed(params: Any) -> Any:
     """Returns parameters whose products compute in `--compute`. Weights stay in 4 bits."""
-    if _COMPUTE.value == "float32":
-        return params
     if _COMPUTE.value == "int8":
         return hki.quantize_activations(params, "int8")
-    return hki.use_implicit_args(lambda p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), p))(
-        params
-    )
+    return params if _COMPUTE.value == "float32" else hki.use_implicit_args(in_floats)(params)
+
+
+def in_floats(tree: Any) -> Any:
+    """Returns a tree whose floats have the dtype that the model computes in."""
+    dtype = jnp.bfloat16 if _COMPUTE.value == "bfloat16" else jnp.float32
+
+    def cast(x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
 
 
 def tokenize(tokenizer: Any, text: str) -> Data:
@@ -213,6 +219,8 @@ def make_loss(apply: Any) -> Any:
 
 def train(apply: Any, optimizer: Any, state: State, base: Any, data: Data) -> State:
     """Runs the remaining steps under a progress bar, and saves at intervals."""
+    if state.step >= _STEPS.value:
+        return state
     loss_and_grad = one_by_one(jax.value_and_grad(make_loss(apply)))
 
     # The new adapter and moments take the place of the old ones.
@@ -300,7 +308,7 @@ def make_sampler(checkpoint: smollm.Checkpoint, prompt: list[int]) -> Any:
             following = jax.random.categorical(own_key, logits[0, -1] / _TEMPERATURE.value)
             return (state, following.astype(token.dtype)), token
 
-        start = decoding.empty_cache(model), jnp.int32(0)
+        start = in_floats(decoding.empty_cache(model)), jnp.int32(0)
         return jax.lax.scan(step, start, (jnp.arange(length), given))[1]
 
     def run(adapter: Any, base: Any) -> str:
