@@ -93,6 +93,28 @@ def test_the_cache_changes_no_sample(files):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bfloat16", "int8"])
+def test_learns_in_few_bits(compute, job):
+    before, after = losses(job(steps=30, learning_rate=0.01, compute=compute))
+    assert after < before - 0.3
+
+
+def test_what_products_compute_in_is_an_option(files):
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["finetune_smollm"])
+    checkpoint, found = smollm.read_gguf(str(files[0])), {}
+    for compute in ("float32", "bfloat16", "int8"):
+        with flagsaver.flagsaver(**SMALL, compute=compute):
+            w = finetune_smollm.load_params(checkpoint)["llama/layer_0/mlp/up_proj"]["w"]
+        found[compute] = w.dtype.name, w.a.dtype.name, w.w.codes.dtype.name, w.w.activation
+    assert found == {
+        "float32": ("float32", "float32", "uint8", None),
+        "bfloat16": ("bfloat16", "float32", "uint8", None),
+        "int8": ("float32", "float32", "uint8", "int8"),
+    }
+
+
+@pytest.mark.slow
 def test_resuming_is_the_same_as_not_stopping(job, tmp_path):
     job(steps=4)
     whole = safetensors.numpy.load_file(tmp_path / "a.safetensors")

@@ -334,8 +334,8 @@ def check_types(
     what: str, found: Sequence[Aval], expected: Sequence[Aval], fit: Any = same_shape
 ) -> None:
     """Raises a ValueError unless types of arrays are the expected ones."""
-    fits = len(found) == len(expected) and all(map(fit, found, expected))
-    require(fits, f"{what} {_str(found)}, not {_str(expected)}")
+    if len(found) != len(expected) or not all(map(fit, found, expected)):
+        raise ValueError(f"{what} {_str(found)}, not {_str(expected)}")
 
 
 def _in_avals(jaxpr: Any) -> list[Aval]:

@@ -69,7 +69,8 @@ class Reader:
         self.listed = _list(tables, "functions")
         self._rules: dict[tuple[int, str], Callable[..., Any]] = {}
         for i, x in enumerate(_list(tables, "arrays")):
-            with at(f".arrays[{i}]"):
+            # They outlive the trace in which a model's `init` may be read.
+            with at(f".arrays[{i}]"), jax.ensure_compile_time_eval():
                 self.arrays.append(values.constant_from_json(x))
         with marks.marking(), jax.threefry_partitionable(True):
             for i, x in enumerate(_list(tables, "bodies")):
@@ -197,31 +198,39 @@ class _BodyReader:
     def atom(self, x: Json) -> Array:
         if type(x) is dict:
             return _literal(x)
-        require(of_type(x, int, "a variable") in self.values, f"variable {x} is not defined yet")
+        if of_type(x, int, "a variable") not in self.values:
+            raise ValueError(f"variable {x} is not defined yet")
         return self.values[x]
 
     def define(self, x: Mapping[str, Json], name: str, found: Sequence[Any]) -> None:
         variables = _list(x, name)
-        count = len(variables)
-        require(count == len(found), f"{len(found)} results have {count} variables")
+        if len(variables) != len(found):
+            raise ValueError(f"{len(found)} results have {len(variables)} variables")
         for v, value in zip(variables, found, strict=True):
-            is_new = of_type(v, int, "a variable") not in self.values
-            require(is_new, f"variable {v} is there already")
+            if of_type(v, int, "a variable") in self.values:
+                raise ValueError(f"variable {v} is there already")
             self.values[v] = value
 
     # --- equations ---
 
     def equation(self, x: Json) -> None:
         self.size += 1
-        operands = self.read(x, "in")
-        types = list(map(values.aval_from_json, _list(x, "types")))
+        operands, types = self.read(x, "in"), _list(x, "types")
         name, scope = of_type(x["op"], str, "op"), of_type(x.get("scope", ""), str, "a scope")
         partitionable = x.get("threefry_partitionable", True)
-        around = jax.threefry_partitionable(of_type(partitionable, bool, "threefry_partitionable"))
-        stack = source_info_util.current_name_stack() + source_info_util.new_name_stack(scope)
-        with around, source_info_util.set_name_stack(stack):
+        with contextlib.ExitStack() as stack:
+            if not of_type(partitionable, bool, "threefry_partitionable"):
+                stack.enter_context(jax.threefry_partitionable(False))
+            if scope:
+                names = source_info_util.new_name_stack(scope)
+                names = source_info_util.current_name_stack() + names
+                stack.enter_context(source_info_util.set_name_stack(names))
             results = self.bind(name, x, operands, len(types))
-        equations.check_types("it gives", list(map(jax.typeof, results)), types, same_type)
+        found = list(map(jax.typeof, results))
+        if list(map(values.type_to_json, found)) != types:
+            equations.check_types(
+                "it gives", found, list(map(values.aval_from_json, types)), same_type
+            )
         self.define(x, "out", results)
 
     def bind(self, name: str, x: Json, operands: list[Array], num_results: int) -> list[Array]:

@@ -35,7 +35,8 @@ def require(condition: Any, reason: str) -> None:
 
 def of_type(x: Json, kind: type, what: str) -> Json:
     """Returns a value from a file if it is of this type, or raises. A boolean is not a number."""
-    require(type(x) is kind, f"{what} has to be a {_JSON_NAMES[kind]}, got {type(x).__name__}")
+    if type(x) is not kind:
+        raise ValueError(f"{what} has to be a {_JSON_NAMES[kind]}, got {type(x).__name__}")
     return x
 
 
@@ -79,16 +80,17 @@ def _dtypes() -> dict[str, Any]:
     return {**numbers, **keys, "float0": np.dtype(jax.dtypes.float0)}
 
 
-def _name_of(dtype: DType) -> str:
+@functools.cache
+def _name_of(dtype: Any) -> str:
     return str(dtype) if _is_key(dtype) else dtypes.name_of_dtype(dtype)
 
 
-def _is_named(dtype: DType) -> bool:
+def _is_named(dtype: Any) -> bool:
     """Whether files know a dtype."""
     return _name_of(dtype) in _dtypes()
 
 
-def dtype_to_json(dtype: DType) -> str:
+def dtype_to_json(dtype: Any) -> str:
     """The name of a dtype."""
     if not _is_named(dtype):
         raise Unsaveable(f"it has the dtype {dtype}")
