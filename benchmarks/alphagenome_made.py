@@ -31,7 +31,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
         dtype: lambda params, dtype=dtype: hki.quantize_params(
             params,
             dtype=dtype,
-            group_size=None if dtype == "int8" else 64,
+            group_size=None if dtype == "int8" else flags.FLAGS.group_size,
             targets=presets.read("alphagenome").quantized,
         )
         for dtype in ("int8", "nf4", "int4")
