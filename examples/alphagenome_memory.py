@@ -1,20 +1,25 @@
 """Prints what a training step of AlphaGenome takes in memory, by method and by length.
 
 The sizes are XLA's own (`memory_analysis` of the compiled step of `finetune_alphagenome.py`, whose
-flags it has, too). Nothing is trained; with `--run`, two steps are timed.
+flags it has, too). It compiles for shapes, so that no weights are made, and for a device that need
+not be there (`--gpu`, `--tpu`). Nothing is trained; with `--run`, two steps are timed.
 
     python examples/alphagenome_memory.py --repo=PATH --methods=heads,lora,nf4 --lengths=131072
+    JAX_PLATFORMS=cpu python examples/alphagenome_memory.py --repo=PATH --gpu=a100_sxm_40.txtpb
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python examples/alphagenome_memory.py --tpu=v5p:2x2x1
 """
 
+import pathlib
 import time
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from absl import app, flags, logging
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+import dense_twin
 import finetune_alphagenome as tuning
 import haiku_implicit as hki
 from errors import InputError, main_of
@@ -23,6 +28,12 @@ _METHODS = flags.DEFINE_list("methods", list(tuning.METHODS), "Methods, of those
 _LENGTHS = flags.DEFINE_list("lengths", ["2048"], "Bases of a sequence, multiples of 2048.")
 _TPU = flags.DEFINE_string(
     "tpu", None, "Compile for a TPU that need not be there, such as v5p:2x2x1; needs libtpu."
+)
+_GPU = flags.DEFINE_string(
+    "gpu",
+    None,
+    "Compile for a GPU that need not be there: a file of XLA's target_config/specs, such "
+    "as a100_sxm_40.txtpb; needs jax-cuda12-plugin or jax-cuda13-plugin.",
 )
 _RUN = flags.DEFINE_bool("run", False, "Time a step, the second of two, where it fits.")
 
@@ -68,14 +79,7 @@ def run() -> None:
 
 def measured(library: tuning.Library) -> Row:
     """Compiles the training step of the method and the length that the flags name."""
-    batch = tuning.batch_of(library, 0)
-    if _TPU.value:
-        return row_of(*of_shapes(library, batch, _TPU.value))
-    forward, params, state = tuning.pretrained(library, batch)
-    model, tuned = tuning.frozen_model(forward, tuning.quantized(params), None)
-    del params
-    step = library.finetune.get_train_step(model.apply, tuning.optimizer())
-    args = tuned.trained, state, tuned.optimizer, batch
+    step, args = of_shapes(library, tuning.batch_of(library, 0), device_of_flags())
     row = row_of(step, args)
     if _RUN.value and row.together < memory_of_device():
         row = row._replace(step_seconds=timed(step, args))
@@ -99,24 +103,43 @@ def row_of(step: Any, args: tuple[Any, ...]) -> Row:
     )
 
 
-def of_shapes(library: tuning.Library, batch: Any, topology: str) -> tuple[Any, tuple[Any, ...]]:
-    """The training step and the shapes of its arguments, on a device that need not be there.
+def device_of_flags() -> jax.Device:
+    """The device that the flags name, which need not be there, or this machine's."""
+    if not (_GPU.value or _TPU.value):
+        return jax.devices()[0]
+    options: dict[str, Any] = dict(platform="tpu", topology_name=_TPU.value)
+    try:
+        if _GPU.value:
+            config = pathlib.Path(_GPU.value).expanduser().read_text()
+            options = dict(topology_name="", topology="1x1x1", target_config=config)
+            options["platform"] = "cuda"
+        return topologies.get_topology_desc(**options).devices[0]
+    except Exception as error:  # (JAX does not say which)
+        raise InputError(
+            f"--tpu={_TPU.value} --gpu={_GPU.value}: {error}. Expected a TPU such as v5p:2x2x1, or a "
+            "file of XLA's folder xla/backends/gpu/target_config/specs"
+        ) from error
+
+
+def of_shapes(
+    library: tuning.Library, batch: Any, device: jax.Device
+) -> tuple[Any, tuple[Any, ...]]:
+    """The training step and the shapes of its arguments, on a device.
 
     No array is made, so the frozen ones are arguments, too: they travel with the model's state.
     """
     forward = tuning.forward_of(library)
     params, state = jax.eval_shape(forward.init, jax.random.PRNGKey(0), batch)
-    trained, frozen = jax.eval_shape(tuning.halves, params)
+    if device.platform == "cpu":
+        forward = dense_twin.with_products_for_cpus(forward, params, state, [batch])
+    # A function of its own: JAX would return the halves of the method before.
+    trained, frozen = jax.eval_shape(lambda params: tuning.halves(params), params)
     model = hki.transform_implicit(forward)
 
     def predict(trained: Any, held: Any, rng: Any, batch: Any) -> Any:
         return model.apply(hki.combine(trained, held[0]), held[1], rng, batch)
 
     moments = jax.eval_shape(tuning.optimizer().init, trained)
-    try:
-        device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    except Exception as error:  # (JAX does not say which)
-        raise InputError(f"--tpu={topology}: {error}. Expected one such as v5p:2x2x1") from error
     place = SingleDeviceSharding(device)
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -130,8 +153,9 @@ def memory_of_device() -> float:
     return float(stats.get("bytes_limit", float("inf")))
 
 
-def timed(step: Any, args: tuple[Any, ...]) -> float:
-    """Returns the seconds of the second step."""
+def timed(step: Any, shapes: tuple[Any, ...]) -> float:
+    """Returns the seconds of the second step, for arrays of ones."""
+    args = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
     with tuning.kernels_may_be_summed():
         jax.block_until_ready(step(*args))
     started = time.perf_counter()

@@ -183,6 +183,22 @@ def test_the_program_is_as_by_hand():
     assert 0.9 < ratios["MB of temporaries"] < 1.1 and ratios["compiled"] < 2
 
 
+@pytest.mark.slow
+def test_weights_of_all_shapes_share_a_program():
+    """Quantizing in groups compiles one program for weights of all shapes."""
+    own = [f"--repo={STAND_IN}", "--rank=4", "--group_size=32", "--ways=preset,int8,nf4"]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.alphagenome_made", *own],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    rows = {x.split()[0]: x.split() for x in run.stdout.splitlines()[1:]}
+    assert rows["nf4"][-1] == "1" and int(rows["preset"][-1]) < 8
+    assert int(rows["int8"][1]) == int(rows["nf4"][1]) > 8
+
+
 def last_loss(text):
     return re.findall(r"step \d+: loss (\S+)", text)[-1]
 
