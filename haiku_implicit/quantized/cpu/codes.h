@@ -88,6 +88,7 @@ constexpr int kVectors = kCodes / kLanes;  // of their values
 
 typedef uint8_t Codes __attribute__((vector_size(kCodes)));
 typedef uint32_t CodeWords __attribute__((vector_size(kCodes)));
+typedef uint64_t CodeLongs __attribute__((vector_size(kCodes)));
 
 // (A coarse table is one whose values are bfloat16.)
 enum Kind { kTable16, kSigned, kUnsigned, kE4M3, kE5M2, kCoarse16 };
@@ -131,6 +132,25 @@ inline Codes at_indices(Codes codes, Codes index) {
 }
 #endif
 
+// The bytes of a plane of a group, repeated if they are fewer than those of a vector.
+template <int size>
+inline CodeWords repeated(const uint8_t* p) {
+  if constexpr (size == 4) return CodeWords{} + load<uint32_t>(p);
+  if constexpr (size == 8) return (CodeWords)(CodeLongs{} + load<uint64_t>(p));
+  if constexpr (size == 16) return (CodeWords)twice(p);
+  if constexpr (size == kCodes) return load<CodeWords>(p);
+}
+
+// 32 codes of such a plane, from code 32 * i on; or, if it has 32 bytes, code i of each.
+template <int bits, int size>
+inline Codes codes_in(const uint8_t* p, uint32_t i) {
+  constexpr auto of = [](int word) { return uint32_t(4 * word / size * bits); };
+  const CodeWords shifts = {of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)};
+  const uint32_t step = i * (kCodes / size * bits);
+  const CodeWords found = repeated<size>(p);
+  return (Codes)(size == kCodes ? found >> step : found >> shifts + step) & (uint8_t)((1 << bits) - 1);
+}
+
 // Floats of bytes with or without a sign, and of 8-bit floats.
 #if defined(HKI_AVX512)
 
@@ -149,11 +169,31 @@ inline void widened(Codes codes, const float*, Floats (&out)[kVectors]) {
   }
 }
 
+// 32 codes in words of 32 bits, of which a table needs the lowest.
+struct Indices {
+  Ints of[kVectors];
+};
+
+// 16 of one plane: bytes, repeated if they are fewer, and shifted so that other shifts give all codes.
+template <int bits, int size>
+inline Ints words(const uint8_t* p) {
+  const __m128i bytes = size == 4   ? _mm_set1_epi32(load<int32_t>(p))
+                        : size == 8 ? _mm_set1_epi64x(load<int64_t>(p))
+                                    : load<__m128i>(p);
+  const Ints found = (Ints)_mm512_cvtepu8_epi32(bytes);
+  if constexpr (size >= 16) return found;
+  Ints shifts;
+  for (int i = 0; i < 16; ++i) shifts[i] = i / size * bits;
+  return found >> shifts;
+}
+
 // Values of a table of 16, and which code each is of.
 class Table16 {
  public:
   Table16() = default;
-  explicit Table16(const float* table) : values_(load<Floats>(table)) {}
+  Table16(const float* table, int64_t bits) {
+    for (int i = 0; i < 16; ++i) values_[i] = table[i & ((1 << bits) - 1)];
+  }
 
   bool coarse() const { return true; }  // (fine ones take no longer)
   static int element(int i) { return i; }
@@ -164,6 +204,11 @@ class Table16 {
       const __m512i index = _mm512_cvtepu8_epi32(v ? high_half(codes) : low_half(codes));
       out[v] = (Floats)_mm512_permutexvar_ps(index, (__m512)values_);
     }
+  }
+  template <bool known_coarse>
+  void look_up(Indices codes, Floats (&out)[kVectors]) const {
+    for (int v = 0; v < kVectors; ++v)
+      out[v] = (Floats)_mm512_permutexvar_ps((__m512i)codes.of[v], (__m512)values_);
   }
 
  private:
@@ -196,7 +241,7 @@ inline void widened(Codes codes, const float*, Floats (&out)[kVectors]) {
 class Table16 {
  public:
   Table16() = default;
-  explicit Table16(const float* table) {
+  Table16(const float* table, int64_t) {
     uint8_t bytes[4][16];
     for (int i = 0; i < 16; ++i)
       for (int byte = 0; byte < 4; ++byte)
@@ -261,7 +306,7 @@ inline void widened(Codes codes, const float* table, Floats (&out)[kVectors]) {
 class Table16 {
  public:
   Table16() = default;
-  explicit Table16(const float* table) : table_(table) {}
+  Table16(const float* table, int64_t) : table_(table) {}
 
   bool coarse() const { return true; }
   static int element(int i) { return i; }
@@ -559,7 +604,7 @@ class Decoder {
  public:
   Decoder() = default;
   explicit Decoder(const Weights& w) : table_(w.table), bias_(w.bias), rounding_(w.rounding) {
-    if constexpr (in_table) values_ = Table16(table_);
+    if constexpr (in_table) values_ = Table16(table_, w.bits());
   }
 
   // Which of 32 codes value i is of.
@@ -568,7 +613,8 @@ class Decoder {
 
   // The values before they are scaled, as multiples of `kUnit`.
   static constexpr float kUnit = kind == kE4M3 ? kE4M3Unit : 1;
-  void operator()(Codes codes, Floats (&out)[kVectors]) const {
+  template <class Found>
+  void operator()(Found codes, Floats (&out)[kVectors]) const {
     if constexpr (in_table)
       values_.look_up<kind == kCoarse16>(codes, out);
     else
