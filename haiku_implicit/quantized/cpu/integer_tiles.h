@@ -21,10 +21,11 @@ constexpr int64_t kLargestTiled = 0;
 namespace {
 
 constexpr int kTall = 2 * kLanes;     // rows of a tile
-constexpr int kTogether = 4;          // rows of x that are multiplied together
+constexpr int kTogether = kRegisters / 4;  // rows of x that are multiplied together
 constexpr int64_t kColumns = 64;      // rows of x that pass by while a tile's codes are near
 constexpr int64_t kSteps = 64;        // the most that are summed before they are scaled
-constexpr int64_t kRounded = 16;      // rows of x that a thread rounds at a time
+constexpr int64_t kRounded = 16;      // rows of x that a thread rounds at a time: `kColumns` are whole numbers of them
+constexpr int64_t kBeside = 32;       // times four bytes of a row, that are decoded at a time
 
 // Sums of products in a tile; those of 16 bits have the products of the first and last two of four codes
 // beside each other.
@@ -84,26 +85,33 @@ struct Columns {
     sums = scale + groups * rows;
   }
 
-  void round(const Integers& w, const float* x, int64_t row, bool in_groups) const {
-    const int64_t group = w.w.group, size = w.group_bytes(), parts = w.parts();
-    float* scales = scratch(groups + groups * group / 4 + 1);
-    int8_t* flat = reinterpret_cast<int8_t*>(scales + groups);
-    round_parts(w, x, in_groups, scales, flat);
-    for (int64_t i = 0; i < groups; ++i, flat += group) {
-      int32_t sum = 0;
+  // Rounds rows [first, last) of x, and writes each step of all of them together.
+  void round(const Integers& w, const float* x, int64_t first, int64_t last, bool in_groups) const {
+    const int64_t group = w.w.group, size = w.group_bytes(), parts = w.parts(), some = last - first;
+    const int64_t stride = round_up(groups * group, 64) + 64;  // not a power of two
+    float* scales = scratch(some * (groups + stride / 4));
+    int8_t* flat = reinterpret_cast<int8_t*>(scales + some * groups);
+    for (int64_t r = 0; r < some; ++r)
+      round_parts(w, x + (first + r) * w.w.length, in_groups, scales + r * groups, flat + r * stride);
+    for (int64_t i = 0; i < groups; ++i)
       for (int64_t step = 0; step < steps; ++step) {
         const int64_t at = step / parts * 4, count = std::min<int64_t>(4, size - at);
-        int8_t four[4] = {};
-        std::memcpy(four, flat + step % parts * size + at, count);
-        std::memcpy(codes_at(i, step, row), four, 4);
-        const int32_t first = four[0] + four[1], last = four[2] + four[3];
-        int32_t& begin = start[(i * pieces + step / in_piece) * rows + row];
-        begin = added(begin, -w.bias * first, -w.bias * last);
-        sum += first + last;
+        const int8_t* from = flat + i * group + step % parts * size + at;
+        int32_t* begin = start + (i * pieces + step / in_piece) * rows + first;
+        for (int64_t r = 0; r < some; ++r, from += stride) {
+          int8_t four[4] = {};
+          std::memcpy(four, from, count);
+          std::memcpy(codes_at(i, step, first) + r, four, 4);
+          const int32_t front = four[0] + four[1], back = four[2] + four[3];
+          begin[r] = added(begin[r], -w.bias * front, -w.bias * back);
+          sums[i * rows + first + r] += front + back;
+        }
       }
-      scale[i * rows + row] = scales[i] * w.unit;
-      sums[i * rows + row] = sum * scales[i];
-    }
+    for (int64_t i = 0; i < groups; ++i)
+      for (int64_t r = 0; r < some; ++r) {
+        scale[i * rows + first + r] = scales[r * groups + i] * w.unit;
+        sums[i * rows + first + r] *= scales[r * groups + i];
+      }
   }
 };
 
@@ -132,12 +140,12 @@ class Tile {
       : integers_(integers), w_(integers.w), x_(x) {
     float* memory = scratch(size());
     tile_ = reinterpret_cast<Wide*>(memory);
-    beside_ = reinterpret_cast<int32_t*>(memory + 2 * kSteps * kLanes);
-    totals_ = memory + 2 * kSteps * kLanes + (kSteps + 4) * kTall;
+    beside_ = reinterpret_cast<int32_t*>(memory + x.groups * x.steps * kTall);
+    totals_ = memory + (x.groups * x.steps + kBeside + 4) * kTall;
     scales_ = totals_ + kColumns * kTall;
-    offsets_ = scales_ + w_.groups * kTall;
-    of_row_ = offsets_ + w_.groups * kTall;
-    padded_ = reinterpret_cast<uint8_t*>(of_row_ + round_up(w_.groups, kLanes));
+    offsets_ = scales_ + round_up(w_.groups, 4) * kTall;
+    of_rows_ = offsets_ + round_up(w_.groups, 4) * kTall;
+    padded_ = reinterpret_cast<uint8_t*>(of_rows_ + round_up(w_.groups, kLanes) * kTall);
   }
 
   // y[:, first:last] of at most `kTall`. Rows that there are not are others, and not written.
@@ -145,14 +153,17 @@ class Tile {
     for (int r = 0; r < kTall; ++r) {
       const int64_t row = std::min(first + r, w_.rows - 1);
       codes_[r] = w_.codes_of(row, padded_ + r * w_.padded());
-      read(w_.scale, row, scales_ + r);
-      if (w_.offset.data) read(w_.offset, row, offsets_ + r);
     }
+    read(w_.scale, first, scales_);
+    if (w_.offset.data) read(w_.offset, first, offsets_);
+    decode();
     for (int64_t m0 = 0; m0 < m; m0 += kColumns) {
       const int64_t columns = round_up(std::min(kColumns, m - m0), kTogether);
       std::fill_n(totals_, columns * kTall, 0.0f);
-      for (int64_t group = 0; group < x_.groups; ++group)
+      for (int64_t group = 0; group < x_.groups; ++group) {
+        if (m0 == 0) ask_for_next(group);
         for (int64_t piece = 0; piece < x_.pieces; ++piece) add(group, piece, m0, columns);
+      }
       for (int64_t i = 0; w_.offset.data && i < columns; i += kTogether) add_offsets(m0, i);
       for (int64_t i = 0; i < std::min(columns, m - m0); ++i)
         std::copy_n(totals_ + i * kTall, last - first, y + (m0 + i) * w_.rows + first);
@@ -160,34 +171,54 @@ class Tile {
   }
 
  private:
+  static constexpr int kParts = nibbles ? 2 : 1;
+
   int64_t size() const {
-    return 2 * kSteps * kLanes + (kSteps + 4 + kColumns + 2 * w_.groups) * kTall +
-           round_up(w_.groups, kLanes) + kTall * w_.padded() / 4;
+    return (x_.groups * x_.steps + kBeside + 4 + kColumns + 3 * round_up(w_.groups, kLanes) +
+            w_.padded() / 4) * kTall;
   }
 
-  // A row's numbers, into a column.
-  void read(const Numbers& numbers, int64_t row, float* out) {
-    numbers.read(w_.scales_before(row), w_.groups, of_row_);
-    for (int64_t group = 0; group < w_.groups; ++group) out[group * kTall] = of_row_[group];
+  // Each row's numbers, into a column.
+  void read(const Numbers& numbers, int64_t first, float* out) {
+    const uint8_t* rows[kTall];
+    for (int r = 0; r < kTall; ++r) {
+      float* of_row = of_rows_ + r * round_up(w_.groups, kLanes);
+      numbers.read(w_.scales_before(std::min(first + r, w_.rows - 1)), w_.groups, of_row);
+      rows[r] = reinterpret_cast<const uint8_t*>(of_row);
+    }
+    beside(rows, 0, w_.groups, reinterpret_cast<int32_t*>(out));
   }
 
-  // Values of some steps of a group.
-  void decode(int64_t group, int64_t from, int64_t steps) {
-    constexpr int P = nibbles ? 2 : 1;
-    const Wide table = integers_.table;
-    const int64_t at = group * integers_.group_bytes() + 4 * from / P;
-    if (at % 64 < 4 * steps / P)  // these rows' next bytes, and those of the next tile
-      for (int r = 0; r < kTall; ++r) __builtin_prefetch(codes_[r] + at + kTall * w_.row_bytes(), 0, 2);
-    beside(codes_, at, steps / P, beside_);
-    for (int64_t i = 0; i < steps / P; ++i)
+  // A group's codes of the next tile. (These rows may be too many ways apart for the CPU to foresee them.)
+  void ask_for_next(int64_t group) const {
+    const int64_t size = integers_.group_bytes(), begin = round_up(group * size, 64);
+    for (int64_t at = begin; at < (group + 1) * size; at += 64)
+      for (int r = 0; r < kTall; ++r) __builtin_prefetch(codes_[r] + kTall * w_.row_bytes() + at, 0, 2);
+  }
+
+  // Values of all steps. (Groups of whole steps follow each other.)
+  void decode() {
+    const int64_t size = integers_.group_bytes(), runs = size % 4 ? x_.groups : 1;
+    const int64_t count = x_.groups * x_.steps / kParts / runs;
+    Wide* out = tile_;
+    for (int64_t run = 0; run < runs; ++run)
+      for (int64_t i = 0; i < count; i += kBeside) {
+        const int64_t some = std::min(kBeside, count - i);
+        beside(codes_, run * size + 4 * i, some, beside_);
+        decode(some, out);
+        out += 2 * kParts * some;
+      }
+  }
+
+  void decode(int64_t count, Wide* out) const {
+    for (int64_t i = 0; i < count; ++i, out += 2 * kParts)
       for (int v = 0; v < 2; ++v) {
         const Wide codes = load<Wide>(beside_ + i * kTall + v * kLanes);
-        Wide* out = tile_ + 2 * P * i + v;
         if constexpr (nibbles) {
-          out[0] = lookup(table, codes & 15);
-          out[2] = lookup(table, (Wide)((UnsignedWords)codes >> 4) & 15);
+          out[v] = lookup(integers_.table, codes & 15);
+          out[v + 2] = lookup(integers_.table, (Wide)((UnsignedWords)codes >> 4) & 15);
         } else {
-          out[0] = codes + table;
+          out[v] = codes + integers_.table;
         }
       }
   }
@@ -195,7 +226,7 @@ class Tile {
   // Adds the products of a piece of a group with rows of x.
   void add(int64_t group, int64_t piece, int64_t m0, int64_t columns) {
     const int64_t from = piece * x_.in_piece, steps = std::min(x_.in_piece, x_.steps - from);
-    decode(group, from, steps);
+    const Wide* tile = tile_ + 2 * (group * x_.steps + from);
     const int32_t* codes = x_.codes_at(group, from, m0);
     const int32_t* start = x_.start + (group * x_.pieces + piece) * x_.rows + m0;
     const float* scale = x_.scale + group * x_.rows + m0;
@@ -207,7 +238,7 @@ class Tile {
       for (int i = 0; i < kTogether; ++i) sums[i][0] = sums[i][1] = (Sum)(Ints{} + start[m + i]);
       const int32_t* of_x = codes + m;
       for (int64_t step = 0; step < steps; ++step, of_x += x_.width) {
-        const Wide one = tile_[2 * step], other = tile_[2 * step + 1];
+        const Wide one = tile[2 * step], other = tile[2 * step + 1];
         HKI_UNROLL
         for (int i = 0; i < kTogether; ++i) {
           const Wide four = (Wide)(Ints{} + of_x[i]);
@@ -218,7 +249,7 @@ class Tile {
       HKI_UNROLL
       for (int i = 0; i < kTogether; ++i) {
         float* at = totals_ + (m + i) * kTall;
-        const Floats of_row = Floats{} + scale[m + i];
+        const float of_row = scale[m + i];
         store(at, load<Floats>(at) + as_floats(sums[i][0]) * (first * of_row));
         store(at + kLanes, load<Floats>(at + kLanes) + as_floats(sums[i][1]) * (second * of_row));
       }
@@ -242,9 +273,9 @@ class Tile {
   const Integers& integers_;
   const Weights& w_;
   const Columns& x_;
-  Wide* tile_;          // [steps, 2]
+  Wide* tile_;          // [groups, steps, 2]
   int32_t* beside_;
-  float *totals_, *scales_, *offsets_, *of_row_;
+  float *totals_, *scales_, *offsets_, *of_rows_;
   uint8_t* padded_;
   const uint8_t* codes_[kTall];
 };
@@ -254,8 +285,7 @@ void by_tiles(const Integers& w, const float* x, int64_t m, bool in_groups, floa
   Columns columns(w, m);
   columns.place(scratch<1>(columns.size()));
   team.each((m + kRounded - 1) / kRounded, [&](int64_t i) {
-    for (int64_t row = i * kRounded; row < std::min(m, (i + 1) * kRounded); ++row)
-      columns.round(w, x + row * w.w.length, row, in_groups);
+    columns.round(w, x, i * kRounded, std::min(m, (i + 1) * kRounded), in_groups);
   });
   const auto part = [&](auto nibbles, int64_t first, int64_t last) {
     Tile<decltype(nibbles)::value> tile(w, columns);
