@@ -196,6 +196,7 @@ class Table16 {
   }
 
   bool coarse() const { return true; }  // (fine ones take no longer)
+  template <bool known_coarse>
   static int element(int i) { return i; }
   static Codes arranged(Codes codes) { return codes; }
   template <bool known_coarse>
@@ -237,7 +238,8 @@ inline void widened(Codes codes, const float*, Floats (&out)[kVectors]) {
 
 // Values of a table of 16, looked up byte by byte: each byte of the float has a table of bytes. If all
 // values are bfloat16, as small integers are, the two lower ones are zero. Values come in the order in
-// which the bytes are put together: first those with even indices.
+// which the bytes are put together, of both halves of codes at once: four after four or, if they are known
+// to be coarse, of each eight first those with even indices.
 class Table16 {
  public:
   Table16() = default;
@@ -254,30 +256,28 @@ class Table16 {
 
   bool coarse() const { return coarse_; }
 
-  static int element(int i) { return (i & 4) * 4 + (i & 16) / 2 + (i & 3) * 2 + (i & 8) / 8; }
+  template <bool known_coarse>
+  static int element(int i) {
+    return known_coarse ? (i & 4) * 4 + (i & 16) / 2 + (i & 3) * 2 + (i & 8) / 8
+                        : (i & 4) * 4 + (i & 24) / 2 + (i & 3);
+  }
 
-  // So that values are in the order that the codes had.
+  // So that values that are not known to be coarse are in the order that the codes had.
   static Codes arranged(Codes codes) {
-    const __m256i lanes = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
-    const __m256i bytes = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
-    return (Codes)_mm256_shuffle_epi8(_mm256_permutevar8x32_epi32((__m256i)codes, lanes), bytes);
+    const __m256i words = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    return (Codes)_mm256_permutevar8x32_epi32((__m256i)codes, words);
   }
 
   template <bool known_coarse>
   void look_up(Codes codes, Floats (&out)[kVectors]) const {
-    const __m256i upper = _mm256_set1_epi32(0xffff0000);
-    __m256i high[2], low[2];
+    __m256i high[2], low[2] = {};
     pairs(codes, bytes_[2], bytes_[3], high);
+    if (!known_coarse && !coarse_) pairs(codes, bytes_[0], bytes_[1], low);
     for (int i = 0; i < 2; ++i) {
-      out[2 * i] = (Floats)_mm256_slli_epi32(high[i], 16);
-      out[2 * i + 1] = (Floats)_mm256_and_si256(high[i], upper);
-    }
-    if (known_coarse || coarse_) return;
-    pairs(codes, bytes_[0], bytes_[1], low);
-    for (int i = 0; i < 2; ++i) {
-      out[2 * i] = (Floats)_mm256_blend_epi16(low[i], (__m256i)out[2 * i], 0xaa);
-      out[2 * i + 1] = (Floats)_mm256_blend_epi16(_mm256_srli_epi32(low[i], 16), (__m256i)high[i], 0xaa);
+      out[2 * i] = (Floats)(known_coarse ? _mm256_slli_epi32(high[i], 16)
+                                         : _mm256_unpacklo_epi16(low[i], high[i]));
+      out[2 * i + 1] = (Floats)(known_coarse ? _mm256_and_si256(high[i], _mm256_set1_epi32(0xffff0000))
+                                             : _mm256_unpackhi_epi16(low[i], high[i]));
     }
   }
 
@@ -309,6 +309,7 @@ class Table16 {
   Table16(const float* table, int64_t) : table_(table) {}
 
   bool coarse() const { return true; }
+  template <bool known_coarse>
   static int element(int i) { return i; }
   static Codes arranged(Codes codes) { return codes; }
   template <bool known_coarse>
@@ -608,7 +609,7 @@ class Decoder {
   }
 
   // Which of 32 codes value i is of.
-  static int element(int i) { return in_table ? Table16::element(i) : i; }
+  static int element(int i) { return in_table ? Table16::element<kind == kCoarse16>(i) : i; }
   static Codes arranged(Codes codes) { return in_table ? Table16::arranged(codes) : codes; }
 
   // The values before they are scaled, as multiples of `kUnit`.

@@ -262,7 +262,13 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
   }
 }
 
-using FewRows = void (*)(const Weights&, const Blocks&, const Activations&, int64_t, int64_t, float*);
+// How activations are arranged, and multiplied then.
+struct FewRows {
+  Activations (*arranged)(const Weights&, const Blocks&, const Activations&, float*);
+  void (*multiply)(const Weights&, const Blocks&, const Activations&, int64_t, int64_t, float*);
+};
+template <Kind kind, class Read, int M, int R, bool exact>
+constexpr FewRows kFewRows{arranged<kind>, few_rows<kind, Read, M, R, exact>};
 
 // For up to M rows of x. Sums are scaled in place of values where there are fewer of them, and where they
 // may be.
@@ -270,24 +276,24 @@ template <int M>
 struct OfFewRows {
   static constexpr int R = std::clamp(kRegisters / 2 / M, 1, M <= 2 ? 4 : 2);
   template <bool exact>
-  static constexpr FewRows of_bytes[] = {few_rows<kTable16, OneByOne, M, R, exact>,
-                                         few_rows<kSigned, OneByOne, M, R, exact>,
-                                         few_rows<kUnsigned, OneByOne, M, R, exact>,
-                                         few_rows<kE4M3, OneByOne, M, R, exact>,
-                                         few_rows<kE5M2, OneByOne, M, R, exact>};
+  static constexpr FewRows of_bytes[] = {kFewRows<kTable16, OneByOne, M, R, exact>,
+                                         kFewRows<kSigned, OneByOne, M, R, exact>,
+                                         kFewRows<kUnsigned, OneByOne, M, R, exact>,
+                                         kFewRows<kE4M3, OneByOne, M, R, exact>,
+                                         kFewRows<kE5M2, OneByOne, M, R, exact>};
 
   static FewRows find(const Weights& w, Kind kind, const Activations& x) {
     if constexpr (M <= 2)
       if (w.rounding == kNone && x.moderate()) {
         const FewRows found = Table16(w.table, w.bits()).coarse() ? of_planes<kCoarse16>(w)
                               : w.nibbles()                       ? of_size<kTable16, 4, 0>(w)
-                                                                  : nullptr;
-        return found ? found : of_bytes<false>[kind];
+                                                                  : FewRows{};
+        return found.multiply ? found : of_bytes<false>[kind];
       }
     return of_bytes<true>[kind];
   }
 
-  // Null for planes that are read piece by piece.
+  // None for planes that are read piece by piece.
   template <Kind kind>
   static FewRows of_planes(const Weights& w) {
     switch (10 * w.planes[0] + w.planes[1]) {
@@ -298,7 +304,7 @@ struct OfFewRows {
       case 41: return of_size<kSigned, 4, 1>(w);
       case 42: return of_size<kSigned, 4, 2>(w);
     }
-    return nullptr;
+    return {};
   }
 
   template <Kind kind, int low, int high>
@@ -309,17 +315,12 @@ struct OfFewRows {
     if (size == 16) return in_planes<kind, low, high, 16>;
     if constexpr (last <= 2) if (size == 8) return in_planes<kind, low, high, 8>;
     if constexpr (last == 1) if (size == 4) return in_planes<kind, low, high, 4>;
-    return nullptr;
+    return {};
   }
 
   template <Kind kind, int low, int high, int size>
-  static constexpr FewRows in_planes =
-      few_rows<kind, ReadPlanes<low, high, size>, M, R, false>;
+  static constexpr FewRows in_planes = kFewRows<kind, ReadPlanes<low, high, size>, M, R, false>;
 };
-
-using Arranged = Activations (*)(const Weights&, const Blocks&, const Activations&, float*);
-constexpr Arranged kArranged[] = {arranged<kTable16>, arranged<kSigned>, arranged<kUnsigned>,
-                                  arranged<kE4M3>, arranged<kE5M2>};
 
 constexpr int64_t kFew = 8;  // up to this many rows
 
@@ -532,13 +533,13 @@ void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const
     });
   } else if (x.rows <= kFew) {
     const int64_t size = x.rows * (w.groups * blocks.size() * kCodes + kApart);
-    const Activations in_order = kArranged[kind](w, blocks, x, scratch<1>(size));
     const FewRows few = x.rows == 1   ? OfFewRows<1>::find(w, kind, x)
                         : x.rows == 2 ? OfFewRows<2>::find(w, kind, x)
                         : x.rows <= 4 ? OfFewRows<4>::find(w, kind, x)
                                       : OfFewRows<8>::find(w, kind, x);
+    const Activations in_order = few.arranged(w, blocks, x, scratch<1>(size));
     team.parts(w.rows, 4, 384, [&](int64_t first, int64_t last) {
-      few(w, blocks, in_order, first, last, y);
+      few.multiply(w, blocks, in_order, first, last, y);
     });
   } else {
     for (int64_t m = 0; m < x.rows; m += kMany) {
