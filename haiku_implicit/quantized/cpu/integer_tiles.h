@@ -1,7 +1,8 @@
 // Products of many rows of rounded activations with tiles of a matrix of integer codes.
 //
 // A tile is two vectors of rows. Four codes of each row at a time (a step) are beside each other, and are
-// multiplied with four of a row of x, which are repeated. A group's sum is scaled once.
+// multiplied with four of a row of x, which are repeated. The sum of a group, or of so many steps of it that
+// they fit 16 bits, is scaled once.
 
 #ifndef HAIKU_IMPLICIT_KERNELS_INTEGER_TILES_H_
 #define HAIKU_IMPLICIT_KERNELS_INTEGER_TILES_H_
