@@ -104,11 +104,23 @@ struct Format {
   std::vector<float> table;
 
   int bits() const { return planes[0] + planes[1]; }
+  bool floats() const { return kind > 2; }
 };
 
 std::vector<float> counted(int from, int count = 16) {
   std::vector<float> out(16);
   for (int i = 0; i < 16; ++i) out[i] = from + i % count;
+  return out;
+}
+
+// The values of 8-bit floats. Codes of infinities and NaNs are not used.
+std::vector<float> eight_bit_floats(int exponent, int digits) {
+  std::vector<float> out(256);
+  for (int i = 0; i < 256; ++i) {
+    const int power = i >> digits & ((1 << exponent) - 1), bias = (1 << exponent - 1) - 1;
+    const int tail = (i & ((1 << digits) - 1)) + (power ? 1 << digits : 0);
+    out[i] = std::ldexp(i & 128 ? -tail : tail, std::max(power, 1) - bias - digits);
+  }
   return out;
 }
 
@@ -126,6 +138,8 @@ struct Matrix {
         stored(groups * group * format.bits() / 8), with_offset(with_offset), codes(rows * stored),
         scale(rows * groups), offset(with_offset ? rows * groups : 0) {
     for (uint8_t& x : codes) x = largest ? (format.name[0] == 'f' ? 0x77 : 255) : random();  // the largest value
+    if (format.floats())
+      for (uint8_t& x : codes) x &= 0xbb;
     for (float& x : scale) x = 0.5f + random() % 64 / 64.0f;
     for (float& x : offset) x = random() % 64 / 32.0f - 1;
   }
@@ -261,8 +275,10 @@ int main(int count, char** args) {
       {"1 bit", {1, 0}, 0, 0, counted(0, 2)},   {"2 bits", {2, 0}, 0, 0, counted(-2, 4)},
       {"3 bits", {2, 1}, 0, 0, counted(-4, 8)}, {"4 bits", {4, 0}, 0, 0, counted(-8)},
       {"a table", {4, 0}, 0, 0, fine},          {"fp4", {4, 0}, 0, 0, {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}},
+      {"wide", {4, 0}, 0, 0, {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}},
       {"5 bits", {4, 1}, 1, 16, counted(0)},    {"6 bits", {4, 2}, 1, 32, counted(0)},
       {"int8", {8, 0}, 1, 0, counted(0)},       {"uint8", {8, 0}, 2, 0, counted(0)},
+      {"e4m3", {8, 0}, 3, 0, eight_bit_floats(4, 3)}, {"e5m2", {8, 0}, 4, 0, eight_bit_floats(5, 2)},
   };
   std::mt19937 random(0);
   const int64_t some_rows[] = {1, 2, 3, 5, 8, 9, 17, 33, 70};
@@ -275,7 +291,8 @@ int main(int count, char** args) {
         const bool largest = i % 4 == 0, with_offset = i % 3 == 0;
         Matrix w(format, rows, length, group, with_offset, largest, random);
         for (bool along_rows : {false, true}) check_floats(w, m, along_rows, i % 5 == 0, random);
-        if (format.bits() != 8 && format.bits() != 4) continue;
+        for (int64_t few : {1, 2}) check_floats(w, few, false, 0, random);
+        if (format.bits() != 8 && format.bits() != 4 || format.floats()) continue;
         if (format.table == fine) continue;
         for (int64_t m : {some_rows[i % 6], some_rows[6 + i % 3]})
           check_integers(w, m, i % 2, largest, random);

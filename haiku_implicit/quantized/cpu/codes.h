@@ -88,6 +88,7 @@ constexpr int kVectors = kCodes / kLanes;  // of their values
 
 typedef uint8_t Codes __attribute__((vector_size(kCodes)));
 typedef uint32_t CodeWords __attribute__((vector_size(kCodes)));
+typedef uint64_t CodeLongs __attribute__((vector_size(kCodes)));
 
 // (A coarse table is one whose values are bfloat16.)
 enum Kind { kTable16, kSigned, kUnsigned, kE4M3, kE5M2, kCoarse16 };
@@ -131,6 +132,25 @@ inline Codes at_indices(Codes codes, Codes index) {
 }
 #endif
 
+// The bytes of a plane of a group, repeated if they are fewer than those of a vector.
+template <int size>
+inline CodeWords repeated(const uint8_t* p) {
+  if constexpr (size == 4) return CodeWords{} + load<uint32_t>(p);
+  if constexpr (size == 8) return (CodeWords)(CodeLongs{} + load<uint64_t>(p));
+  if constexpr (size == 16) return (CodeWords)twice(p);
+  if constexpr (size == kCodes) return load<CodeWords>(p);
+}
+
+// 32 codes of such a plane, from code 32 * i on; or, if it has 32 bytes, code i of each.
+template <int bits, int size>
+inline Codes codes_in(const uint8_t* p, uint32_t i) {
+  constexpr auto of = [](int word) { return uint32_t(4 * word / size * bits); };
+  const CodeWords shifts = {of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)};
+  const uint32_t step = i * (kCodes / size * bits);
+  const CodeWords found = repeated<size>(p);
+  return (Codes)(size == kCodes ? found >> step : found >> shifts + step) & (uint8_t)((1 << bits) - 1);
+}
+
 // Floats of bytes with or without a sign, and of 8-bit floats.
 #if defined(HKI_AVX512)
 
@@ -149,13 +169,34 @@ inline void widened(Codes codes, const float*, Floats (&out)[kVectors]) {
   }
 }
 
+// 32 codes in words of 32 bits, of which a table needs the lowest.
+struct Indices {
+  Ints of[kVectors];
+};
+
+// 16 of one plane: bytes, repeated if they are fewer, and shifted so that other shifts give all codes.
+template <int bits, int size>
+inline Ints words(const uint8_t* p) {
+  const __m128i bytes = size == 4   ? _mm_set1_epi32(load<int32_t>(p))
+                        : size == 8 ? _mm_set1_epi64x(load<int64_t>(p))
+                                    : load<__m128i>(p);
+  const Ints found = (Ints)_mm512_cvtepu8_epi32(bytes);
+  if constexpr (size >= 16) return found;
+  Ints shifts;
+  for (int i = 0; i < 16; ++i) shifts[i] = i / size * bits;
+  return found >> shifts;
+}
+
 // Values of a table of 16, and which code each is of.
 class Table16 {
  public:
   Table16() = default;
-  explicit Table16(const float* table) : values_(load<Floats>(table)) {}
+  Table16(const float* table, int64_t bits) {
+    for (int i = 0; i < 16; ++i) values_[i] = table[i & ((1 << bits) - 1)];
+  }
 
   bool coarse() const { return true; }  // (fine ones take no longer)
+  template <bool known_coarse>
   static int element(int i) { return i; }
   static Codes arranged(Codes codes) { return codes; }
   template <bool known_coarse>
@@ -164,6 +205,11 @@ class Table16 {
       const __m512i index = _mm512_cvtepu8_epi32(v ? high_half(codes) : low_half(codes));
       out[v] = (Floats)_mm512_permutexvar_ps(index, (__m512)values_);
     }
+  }
+  template <bool known_coarse>
+  void look_up(Indices codes, Floats (&out)[kVectors]) const {
+    for (int v = 0; v < kVectors; ++v)
+      out[v] = (Floats)_mm512_permutexvar_ps((__m512i)codes.of[v], (__m512)values_);
   }
 
  private:
@@ -192,11 +238,12 @@ inline void widened(Codes codes, const float*, Floats (&out)[kVectors]) {
 
 // Values of a table of 16, looked up byte by byte: each byte of the float has a table of bytes. If all
 // values are bfloat16, as small integers are, the two lower ones are zero. Values come in the order in
-// which the bytes are put together: first those with even indices.
+// which the bytes are put together, of both halves of codes at once: four after four or, if they are known
+// to be coarse, of each eight first those with even indices.
 class Table16 {
  public:
   Table16() = default;
-  explicit Table16(const float* table) {
+  Table16(const float* table, int64_t) {
     uint8_t bytes[4][16];
     for (int i = 0; i < 16; ++i)
       for (int byte = 0; byte < 4; ++byte)
@@ -209,30 +256,28 @@ class Table16 {
 
   bool coarse() const { return coarse_; }
 
-  static int element(int i) { return (i & 4) * 4 + (i & 16) / 2 + (i & 3) * 2 + (i & 8) / 8; }
+  template <bool known_coarse>
+  static int element(int i) {
+    return known_coarse ? (i & 4) * 4 + (i & 16) / 2 + (i & 3) * 2 + (i & 8) / 8
+                        : (i & 4) * 4 + (i & 24) / 2 + (i & 3);
+  }
 
-  // So that values are in the order that the codes had.
+  // So that values that are not known to be coarse are in the order that the codes had.
   static Codes arranged(Codes codes) {
-    const __m256i lanes = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
-    const __m256i bytes = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
-    return (Codes)_mm256_shuffle_epi8(_mm256_permutevar8x32_epi32((__m256i)codes, lanes), bytes);
+    const __m256i words = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    return (Codes)_mm256_permutevar8x32_epi32((__m256i)codes, words);
   }
 
   template <bool known_coarse>
   void look_up(Codes codes, Floats (&out)[kVectors]) const {
-    const __m256i upper = _mm256_set1_epi32(0xffff0000);
-    __m256i high[2], low[2];
+    __m256i high[2], low[2] = {};
     pairs(codes, bytes_[2], bytes_[3], high);
+    if (!known_coarse && !coarse_) pairs(codes, bytes_[0], bytes_[1], low);
     for (int i = 0; i < 2; ++i) {
-      out[2 * i] = (Floats)_mm256_slli_epi32(high[i], 16);
-      out[2 * i + 1] = (Floats)_mm256_and_si256(high[i], upper);
-    }
-    if (known_coarse || coarse_) return;
-    pairs(codes, bytes_[0], bytes_[1], low);
-    for (int i = 0; i < 2; ++i) {
-      out[2 * i] = (Floats)_mm256_blend_epi16(low[i], (__m256i)out[2 * i], 0xaa);
-      out[2 * i + 1] = (Floats)_mm256_blend_epi16(_mm256_srli_epi32(low[i], 16), (__m256i)high[i], 0xaa);
+      out[2 * i] = (Floats)(known_coarse ? _mm256_slli_epi32(high[i], 16)
+                                         : _mm256_unpacklo_epi16(low[i], high[i]));
+      out[2 * i + 1] = (Floats)(known_coarse ? _mm256_and_si256(high[i], _mm256_set1_epi32(0xffff0000))
+                                             : _mm256_unpackhi_epi16(low[i], high[i]));
     }
   }
 
@@ -261,9 +306,10 @@ inline void widened(Codes codes, const float* table, Floats (&out)[kVectors]) {
 class Table16 {
  public:
   Table16() = default;
-  explicit Table16(const float* table) : table_(table) {}
+  Table16(const float* table, int64_t) : table_(table) {}
 
   bool coarse() const { return true; }
+  template <bool known_coarse>
   static int element(int i) { return i; }
   static Codes arranged(Codes codes) { return codes; }
   template <bool known_coarse>
@@ -559,16 +605,17 @@ class Decoder {
  public:
   Decoder() = default;
   explicit Decoder(const Weights& w) : table_(w.table), bias_(w.bias), rounding_(w.rounding) {
-    if constexpr (in_table) values_ = Table16(table_);
+    if constexpr (in_table) values_ = Table16(table_, w.bits());
   }
 
   // Which of 32 codes value i is of.
-  static int element(int i) { return in_table ? Table16::element(i) : i; }
+  static int element(int i) { return in_table ? Table16::element<kind == kCoarse16>(i) : i; }
   static Codes arranged(Codes codes) { return in_table ? Table16::arranged(codes) : codes; }
 
   // The values before they are scaled, as multiples of `kUnit`.
   static constexpr float kUnit = kind == kE4M3 ? kE4M3Unit : 1;
-  void operator()(Codes codes, Floats (&out)[kVectors]) const {
+  template <class Found>
+  void operator()(Found codes, Floats (&out)[kVectors]) const {
     if constexpr (in_table)
       values_.look_up<kind == kCoarse16>(codes, out);
     else

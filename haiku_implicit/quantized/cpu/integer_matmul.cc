@@ -82,7 +82,7 @@ void round_row(const Integers& w, const float* x, int64_t row, bool in_groups, c
 // --- products ------------------------------------------------------------------------------------
 
 // y[m0:m0+M, first:last]; rows that there are not are others, and not written.
-template <bool nibbles, int M, int R>
+template <bool nibbles, bool small, int M, int R>
 void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_t first,
                   int64_t last, float* y) {
   const Weights& w = integers.w;
@@ -124,11 +124,15 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
         integers.values<nibbles>(codes[r] + byte, values[r]);
         ask_for(codes[0] + (R * byte + r * kWide + ahead) * w.step, 1, 1);  // R rows follow R
       }
-      for (int m = 0; m < M; ++m)
-        for (int p = 0; p < P; ++p) {
-          const Wide of_x = load<Wide>(codes_of_x[m] + (v * P + p) * kWide);
-          for (int r = 0; r < R; ++r) sums[m][r] = add_products(sums[m][r], values[r][p], of_x);
-        }
+      for (int m = 0; m < M; ++m) {
+        Wide of_x[P];
+        for (int p = 0; p < P; ++p) of_x[p] = load<Wide>(codes_of_x[m] + (v * P + p) * kWide);
+        for (int r = 0; r < R; ++r)
+          if constexpr (small)
+            sums[m][r] = add_small_products(sums[m][r], values[r], of_x);
+          else
+            for (int p = 0; p < P; ++p) sums[m][r] = add_products(sums[m][r], values[r][p], of_x[p]);
+      }
     };
     const auto begin = [&](Ints (&sums)[M][R], int64_t i) {
       for (int m = 0; m < M; ++m)
@@ -182,13 +186,13 @@ constexpr int64_t kInCache = 1 << 17;  // so many bytes of codes stay near while
 using IntegerRows = void (*)(const Integers&, const Rounded&, int64_t, int64_t, int64_t, float*);
 
 // y[:, first:last].
-template <bool nibbles>
+template <bool nibbles, bool small>
 void integer_part(const Integers& w, const Rounded& x, int64_t first, int64_t last, float* y) {
   for (int64_t m = 0, left = x.rows; left > 0; m += 8, left -= 8) {
-    const IntegerRows some = left == 1   ? integer_rows<nibbles, 1, 4>
-                             : left == 2 ? integer_rows<nibbles, 2, 4>
-                             : left <= 4 ? integer_rows<nibbles, 4, 4>
-                                         : integer_rows<nibbles, 8, 2>;
+    const IntegerRows some = left == 1   ? integer_rows<nibbles, small, 1, 4>
+                             : left == 2 ? integer_rows<nibbles, small, 2, 4>
+                             : left <= 4 ? integer_rows<nibbles, small, 4, 4>
+                                         : integer_rows<nibbles, small, 8, 2>;
     some(w, x, m, first, last, y);
   }
 }
@@ -225,7 +229,10 @@ void handle(const Call& call) {
     });
     const int64_t size = std::clamp<int64_t>(kInCache / weights.stored / 4 * 4, 4, 384);
     team.parts(weights.rows, 4, size, [&](int64_t first, int64_t last) {
-      (weights.nibbles() ? integer_part<true> : integer_part<false>)(one, rounded, first, last, out);
+      const auto part = !weights.nibbles()      ? integer_part<false, false>
+                        : one.largest <= kSmall ? integer_part<true, true>
+                                                : integer_part<true, false>;
+      part(one, rounded, first, last, out);
     });
   });
 }

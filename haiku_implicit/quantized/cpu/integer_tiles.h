@@ -1,19 +1,20 @@
 // Products of many rows of rounded activations with tiles of a matrix of integer codes.
 //
 // A tile is two vectors of rows. Four codes of each row at a time (a step) are beside each other, and are
-// multiplied with four of a row of x, which are repeated. A group's sum is scaled once.
+// multiplied with four of a row of x, which are repeated. The sum of a group, or of so many steps of it that
+// they fit 16 bits, is scaled once.
 
 #ifndef HAIKU_IMPLICIT_KERNELS_INTEGER_TILES_H_
 #define HAIKU_IMPLICIT_KERNELS_INTEGER_TILES_H_
 
 #include "integers.h"
 
-// The largest code of tiles; 0 if multiplying floats is as fast. `maddubs` adds two products of a code and
-// an activation of at least -128 in 16 bits: 2 * 127 * 128 = 32512 is below 2^15.
+// The largest code of tiles; 0 if multiplying floats is as fast.
 #if defined(HKI_VNNI)
 constexpr int64_t kLargestTiled = 255;
 #elif defined(HKI_AVX512) || defined(HKI_AVX2)
-constexpr int64_t kLargestTiled = 127;
+#define HKI_TILES_OF_16_BITS
+constexpr int64_t kLargestTiled = kSmall;
 #else
 constexpr int64_t kLargestTiled = 0;
 #endif
@@ -21,14 +22,44 @@ constexpr int64_t kLargestTiled = 0;
 namespace {
 
 constexpr int kTall = 2 * kLanes;     // rows of a tile
-constexpr int kTogether = 4;          // rows of x that are multiplied together
+constexpr int kTogether = kRegisters / 4;  // rows of x that are multiplied together
 constexpr int64_t kColumns = 64;      // rows of x that pass by while a tile's codes are near
-constexpr int64_t kSteps = 64;        // of a group, that are summed before they are scaled
-constexpr int64_t kRounded = 16;      // rows of x that a thread rounds at a time
+constexpr int64_t kSteps = 64;        // the most that are summed before they are scaled
+constexpr int64_t kRounded = 16;      // rows of x that a thread rounds at a time: `kColumns` are whole numbers of them
+constexpr int64_t kBeside = 32;       // times four bytes of a row, that are decoded at a time
+
+// Sums of products in a tile; those of 16 bits have the products of the first and last two of four codes
+// beside each other.
+#if defined(HKI_TILES_OF_16_BITS)
+using Sum = Words;
+inline Sum add_step(Sum to, Wide a, Wide b) { return to + pairs(a, b); }
+inline Floats as_floats(Sum sum) { return __builtin_convertvector(of_pairs(sum), Floats); }
+inline int32_t added(int32_t to, int32_t first, int32_t last) {
+  return (to + first & 0xffff) | (int32_t)((uint32_t)(to >> 16) + last << 16);
+}
+#else
+using Sum = Ints;
+inline Sum add_step(Sum to, Wide a, Wide b) { return add_products(to, a, b); }
+inline Floats as_floats(Sum sum) { return __builtin_convertvector(sum, Floats); }
+inline int32_t added(int32_t to, int32_t first, int32_t last) { return to + first + last; }
+#endif
+
+// How many steps of a group with so many are summed before they are scaled: an even number, so that the
+// sums, which start with what values have too much, fit their bits. The products of a step are at most
+// 2 * 128 times the largest value, for each 16 bits.
+int64_t together(const Integers& w, int64_t steps) {
+  int64_t most = kSteps;
+#if defined(HKI_TILES_OF_16_BITS)
+  const int64_t largest = std::max<int64_t>({w.bias, w.largest - w.bias, 1});
+  most = std::min(most, 32767 / (2 * 128 * largest) / 2 * 2);
+#endif
+  const int64_t pieces = (steps + most - 1) / most;
+  return round_up((steps + pieces - 1) / pieces, 2);
+}
 
 // Rounded rows of x in the order in which tiles need them, with zeros where there are no codes.
 struct Columns {
-  int64_t rows, steps, pieces, groups;  // steps and pieces of a group; rows are whole `kTogether`
+  int64_t rows, steps, in_piece, pieces, groups;  // steps and pieces of a group; rows are whole `kTogether`
   int64_t width;   // rows that are beside each other: `kColumns`, or all
   int32_t* codes;  // [rows / width, groups, steps, width]: four each
   int32_t* start;  // [groups, pieces, rows]: sums of codes times what values have too much, negative
@@ -37,7 +68,8 @@ struct Columns {
   Columns(const Integers& w, int64_t m)
       : rows(round_up(m, m > kColumns ? kColumns : kTogether)),
         steps(w.parts() * ((w.group_bytes() + 3) / 4)),
-        pieces((steps + kSteps - 1) / kSteps),
+        in_piece(together(w, steps)),
+        pieces((steps + in_piece - 1) / in_piece),
         groups(w.w.groups),
         width(std::min(rows, kColumns)) {}
 
@@ -54,25 +86,33 @@ struct Columns {
     sums = scale + groups * rows;
   }
 
-  void round(const Integers& w, const float* x, int64_t row, bool in_groups) const {
-    const int64_t group = w.w.group, size = w.group_bytes(), parts = w.parts();
-    float* scales = scratch(groups + groups * group / 4 + 1);
-    int8_t* flat = reinterpret_cast<int8_t*>(scales + groups);
-    round_parts(w, x, in_groups, scales, flat);
-    for (int64_t i = 0; i < groups; ++i, flat += group) {
-      int32_t sum = 0;
+  // Rounds rows [first, last) of x, and writes each step of all of them together.
+  void round(const Integers& w, const float* x, int64_t first, int64_t last, bool in_groups) const {
+    const int64_t group = w.w.group, size = w.group_bytes(), parts = w.parts(), some = last - first;
+    const int64_t stride = round_up(groups * group, 64) + 64;  // not a power of two
+    float* scales = scratch(some * (groups + stride / 4));
+    int8_t* flat = reinterpret_cast<int8_t*>(scales + some * groups);
+    for (int64_t r = 0; r < some; ++r)
+      round_parts(w, x + (first + r) * w.w.length, in_groups, scales + r * groups, flat + r * stride);
+    for (int64_t i = 0; i < groups; ++i)
       for (int64_t step = 0; step < steps; ++step) {
         const int64_t at = step / parts * 4, count = std::min<int64_t>(4, size - at);
-        int8_t four[4] = {};
-        std::memcpy(four, flat + step % parts * size + at, count);
-        std::memcpy(codes_at(i, step, row), four, 4);
-        const int32_t of_step = four[0] + four[1] + four[2] + four[3];
-        start[(i * pieces + step / kSteps) * rows + row] -= w.bias * of_step;
-        sum += of_step;
+        const int8_t* from = flat + i * group + step % parts * size + at;
+        int32_t* begin = start + (i * pieces + step / in_piece) * rows + first;
+        for (int64_t r = 0; r < some; ++r, from += stride) {
+          int8_t four[4] = {};
+          std::memcpy(four, from, count);
+          std::memcpy(codes_at(i, step, first) + r, four, 4);
+          const int32_t front = four[0] + four[1], back = four[2] + four[3];
+          begin[r] = added(begin[r], -w.bias * front, -w.bias * back);
+          sums[i * rows + first + r] += front + back;
+        }
       }
-      scale[i * rows + row] = scales[i] * w.unit;
-      sums[i * rows + row] = sum * scales[i];
-    }
+    for (int64_t i = 0; i < groups; ++i)
+      for (int64_t r = 0; r < some; ++r) {
+        scale[i * rows + first + r] = scales[r * groups + i] * w.unit;
+        sums[i * rows + first + r] *= scales[r * groups + i];
+      }
   }
 };
 
@@ -93,58 +133,20 @@ void beside(const uint8_t* const* codes, int64_t at, int64_t count, int32_t* out
 #endif
 }
 
-using Sums = Ints[kTogether][2];
-
-// Adds the products of some steps of a tile with rows of x. The sums of `deep` steps have 16 bits. (Called,
-// so that registers have these sums, and not what they are added to.)
-#if defined(HKI_AVX2)
-HKI_ONCE
-#endif
-inline void add_steps(Sums& sums, const Wide* tile, int64_t steps, const int32_t* x, int64_t stride,
-                      int64_t deep) {
-#if !defined(HKI_VNNI) && (defined(HKI_AVX512) || defined(HKI_AVX2))
-  for (int64_t step = 0; step < steps;) {
-    Words part[kTogether][2] = {};
-    for (const int64_t stop = std::min(steps, step + deep); step < stop; ++step, x += stride) {
-      const Wide first = tile[2 * step], second = tile[2 * step + 1];
-      HKI_UNROLL
-      for (int m = 0; m < kTogether; ++m) {
-        const Wide of_x = (Wide)(Ints{} + x[m]);
-        part[m][0] += pairs(first, of_x);
-        part[m][1] += pairs(second, of_x);
-      }
-    }
-    HKI_UNROLL
-    for (int m = 0; m < kTogether; ++m)
-      for (int v = 0; v < 2; ++v) sums[m][v] += of_pairs(part[m][v]);
-  }
-#else
-  for (int64_t step = 0; step < steps; ++step, x += stride) {
-    const Wide first = tile[2 * step], second = tile[2 * step + 1];
-    HKI_UNROLL
-    for (int m = 0; m < kTogether; ++m) {
-      const Wide of_x = (Wide)(Ints{} + x[m]);
-      sums[m][0] = add_products(sums[m][0], first, of_x);
-      sums[m][1] = add_products(sums[m][1], second, of_x);
-    }
-  }
-#endif
-}
-
 // One tile at a time.
 template <bool nibbles>
 class Tile {
  public:
   Tile(const Integers& integers, const Columns& x)
-      : integers_(integers), w_(integers.w), x_(x), deep_(32767 / (2 * 128 * integers.largest)) {
+      : integers_(integers), w_(integers.w), x_(x) {
     float* memory = scratch(size());
     tile_ = reinterpret_cast<Wide*>(memory);
-    beside_ = reinterpret_cast<int32_t*>(memory + 2 * kSteps * kLanes);
-    totals_ = memory + 2 * kSteps * kLanes + (kSteps + 4) * kTall;
+    beside_ = reinterpret_cast<int32_t*>(memory + x.groups * x.steps * kTall);
+    totals_ = memory + (x.groups * x.steps + kBeside + 4) * kTall;
     scales_ = totals_ + kColumns * kTall;
-    offsets_ = scales_ + w_.groups * kTall;
-    of_row_ = offsets_ + w_.groups * kTall;
-    padded_ = reinterpret_cast<uint8_t*>(of_row_ + round_up(w_.groups, kLanes));
+    offsets_ = scales_ + round_up(w_.groups, 4) * kTall;
+    of_rows_ = offsets_ + round_up(w_.groups, 4) * kTall;
+    padded_ = reinterpret_cast<uint8_t*>(of_rows_ + round_up(w_.groups, kLanes) * kTall);
   }
 
   // y[:, first:last] of at most `kTall`. Rows that there are not are others, and not written.
@@ -152,86 +154,129 @@ class Tile {
     for (int r = 0; r < kTall; ++r) {
       const int64_t row = std::min(first + r, w_.rows - 1);
       codes_[r] = w_.codes_of(row, padded_ + r * w_.padded());
-      read(w_.scale, row, scales_ + r);
-      if (w_.offset.data) read(w_.offset, row, offsets_ + r);
     }
+    read(w_.scale, first, scales_);
+    if (w_.offset.data) read(w_.offset, first, offsets_);
+    decode();
     for (int64_t m0 = 0; m0 < m; m0 += kColumns) {
       const int64_t columns = round_up(std::min(kColumns, m - m0), kTogether);
       std::fill_n(totals_, columns * kTall, 0.0f);
-      for (int64_t group = 0; group < x_.groups; ++group)
+      for (int64_t group = 0; group < x_.groups; ++group) {
+        if (m0 == 0) ask_for_next(group);
         for (int64_t piece = 0; piece < x_.pieces; ++piece) add(group, piece, m0, columns);
+      }
+      for (int64_t i = 0; w_.offset.data && i < columns; i += kTogether) add_offsets(m0, i);
       for (int64_t i = 0; i < std::min(columns, m - m0); ++i)
         std::copy_n(totals_ + i * kTall, last - first, y + (m0 + i) * w_.rows + first);
     }
   }
 
  private:
+  static constexpr int kParts = nibbles ? 2 : 1;
+
   int64_t size() const {
-    return 2 * kSteps * kLanes + (kSteps + 4 + kColumns + 2 * w_.groups) * kTall +
-           round_up(w_.groups, kLanes) + kTall * w_.padded() / 4;
+    return (x_.groups * x_.steps + kBeside + 4 + kColumns + 3 * round_up(w_.groups, kLanes) +
+            w_.padded() / 4) * kTall;
   }
 
-  // A row's numbers, into a column.
-  void read(const Numbers& numbers, int64_t row, float* out) {
-    numbers.read(w_.scales_before(row), w_.groups, of_row_);
-    for (int64_t group = 0; group < w_.groups; ++group) out[group * kTall] = of_row_[group];
+  // Each row's numbers, into a column.
+  void read(const Numbers& numbers, int64_t first, float* out) {
+    const uint8_t* rows[kTall];
+    for (int r = 0; r < kTall; ++r) {
+      float* of_row = of_rows_ + r * round_up(w_.groups, kLanes);
+      numbers.read(w_.scales_before(std::min(first + r, w_.rows - 1)), w_.groups, of_row);
+      rows[r] = reinterpret_cast<const uint8_t*>(of_row);
+    }
+    beside(rows, 0, w_.groups, reinterpret_cast<int32_t*>(out));
   }
 
-  // Values of some steps of a group.
-  void decode(int64_t group, int64_t from, int64_t steps) {
-    constexpr int P = nibbles ? 2 : 1;
-    const Wide table = integers_.table;
-    beside(codes_, group * integers_.group_bytes() + 4 * from / P, steps / P, beside_);
-    for (int64_t i = 0; i < steps / P; ++i)
+  // A group's codes of the next tile. (These rows may be too many ways apart for the CPU to foresee them.)
+  void ask_for_next(int64_t group) const {
+    const int64_t size = integers_.group_bytes(), begin = round_up(group * size, 64);
+    for (int64_t at = begin; at < (group + 1) * size; at += 64)
+      for (int r = 0; r < kTall; ++r) __builtin_prefetch(codes_[r] + kTall * w_.row_bytes() + at, 0, 2);
+  }
+
+  // Values of all steps. (Groups of whole steps follow each other.)
+  void decode() {
+    const int64_t size = integers_.group_bytes(), runs = size % 4 ? x_.groups : 1;
+    const int64_t count = x_.groups * x_.steps / kParts / runs;
+    Wide* out = tile_;
+    for (int64_t run = 0; run < runs; ++run)
+      for (int64_t i = 0; i < count; i += kBeside) {
+        const int64_t some = std::min(kBeside, count - i);
+        beside(codes_, run * size + 4 * i, some, beside_);
+        decode(some, out);
+        out += 2 * kParts * some;
+      }
+  }
+
+  void decode(int64_t count, Wide* out) const {
+    for (int64_t i = 0; i < count; ++i, out += 2 * kParts)
       for (int v = 0; v < 2; ++v) {
         const Wide codes = load<Wide>(beside_ + i * kTall + v * kLanes);
-        Wide* out = tile_ + 2 * P * i + v;
         if constexpr (nibbles) {
-          out[0] = lookup(table, codes & 15);
-          out[2] = lookup(table, (Wide)((UnsignedWords)codes >> 4) & 15);
+          out[v] = lookup(integers_.table, codes & 15);
+          out[v + 2] = lookup(integers_.table, (Wide)((UnsignedWords)codes >> 4) & 15);
         } else {
-          out[0] = codes + table;
+          out[v] = codes + integers_.table;
         }
       }
   }
 
   // Adds the products of a piece of a group with rows of x.
   void add(int64_t group, int64_t piece, int64_t m0, int64_t columns) {
-    const int64_t from = piece * kSteps, steps = std::min(kSteps, x_.steps - from);
-    decode(group, from, steps);
+    const int64_t from = piece * x_.in_piece, steps = std::min(x_.in_piece, x_.steps - from);
+    const Wide* tile = tile_ + 2 * (group * x_.steps + from);
     const int32_t* codes = x_.codes_at(group, from, m0);
     const int32_t* start = x_.start + (group * x_.pieces + piece) * x_.rows + m0;
-    const float *scale = x_.scale + group * x_.rows + m0, *sum = x_.sums + group * x_.rows + m0;
-    Floats scales[2], offsets[2];
-    for (int v = 0; v < 2; ++v) {
-      scales[v] = load<Floats>(scales_ + group * kTall + v * kLanes);
-      offsets[v] = load<Floats>(offsets_ + group * kTall + v * kLanes);
-    }
-    const bool with_offset = w_.offset.data && piece == 0;
+    const float* scale = x_.scale + group * x_.rows + m0;
+    const Floats first = load<Floats>(scales_ + group * kTall);
+    const Floats second = load<Floats>(scales_ + group * kTall + kLanes);
     for (int64_t m = 0; m < columns; m += kTogether) {
-      Sums sums;
+      Sum sums[kTogether][2];
       HKI_UNROLL
-      for (int i = 0; i < kTogether; ++i) sums[i][0] = sums[i][1] = Ints{} + start[m + i];
-      add_steps(sums, tile_, steps, codes + m, x_.width, deep_);
-      HKI_UNROLL
-      for (int i = 0; i < kTogether; ++i)
-        for (int v = 0; v < 2; ++v) {
-          float* at = totals_ + (m + i) * kTall + v * kLanes;
-          Floats total = load<Floats>(at);
-          total += __builtin_convertvector(sums[i][v], Floats) * (scales[v] * scale[m + i]);
-          if (with_offset) total += offsets[v] * sum[m + i];
-          store(at, total);
+      for (int i = 0; i < kTogether; ++i) sums[i][0] = sums[i][1] = (Sum)(Ints{} + start[m + i]);
+      const int32_t* of_x = codes + m;
+      for (int64_t step = 0; step < steps; ++step, of_x += x_.width) {
+        const Wide one = tile[2 * step], other = tile[2 * step + 1];
+        HKI_UNROLL
+        for (int i = 0; i < kTogether; ++i) {
+          const Wide four = (Wide)(Ints{} + of_x[i]);
+          sums[i][0] = add_step(sums[i][0], one, four);
+          sums[i][1] = add_step(sums[i][1], other, four);
         }
+      }
+      HKI_UNROLL
+      for (int i = 0; i < kTogether; ++i) {
+        float* at = totals_ + (m + i) * kTall;
+        const float of_row = scale[m + i];
+        store(at, load<Floats>(at) + as_floats(sums[i][0]) * (first * of_row));
+        store(at + kLanes, load<Floats>(at + kLanes) + as_floats(sums[i][1]) * (second * of_row));
+      }
     }
+  }
+
+  // Adds the products of all offsets with the sums of some rows of x, of which `i` is the first.
+  void add_offsets(int64_t m0, int64_t i) {
+    Floats totals[kTogether][2];
+    std::memcpy(totals, totals_ + i * kTall, sizeof(totals));
+    for (int64_t group = 0; group < x_.groups; ++group) {
+      const float* sums = x_.sums + group * x_.rows + m0 + i;
+      HKI_UNROLL
+      for (int n = 0; n < kTogether; ++n)
+        for (int v = 0; v < 2; ++v)
+          totals[n][v] += load<Floats>(offsets_ + group * kTall + v * kLanes) * sums[n];
+    }
+    std::memcpy(totals_ + i * kTall, totals, sizeof(totals));
   }
 
   const Integers& integers_;
   const Weights& w_;
   const Columns& x_;
-  const int64_t deep_;  // steps; the largest sum of 16 bits is deep * 2 * 128 * largest < 2^15
-  Wide* tile_;          // [steps, 2]
+  Wide* tile_;          // [groups, steps, 2]
   int32_t* beside_;
-  float *totals_, *scales_, *offsets_, *of_row_;
+  float *totals_, *scales_, *offsets_, *of_rows_;
   uint8_t* padded_;
   const uint8_t* codes_[kTall];
 };
@@ -241,8 +286,7 @@ void by_tiles(const Integers& w, const float* x, int64_t m, bool in_groups, floa
   Columns columns(w, m);
   columns.place(scratch<1>(columns.size()));
   team.each((m + kRounded - 1) / kRounded, [&](int64_t i) {
-    for (int64_t row = i * kRounded; row < std::min(m, (i + 1) * kRounded); ++row)
-      columns.round(w, x + row * w.w.length, row, in_groups);
+    columns.round(w, x, i * kRounded, std::min(m, (i + 1) * kRounded), in_groups);
   });
   const auto part = [&](auto nibbles, int64_t first, int64_t last) {
     Tile<decltype(nibbles)::value> tile(w, columns);

@@ -54,6 +54,17 @@ inline Ints add_products(Ints to, Wide a, Wide b) {
 #endif
 }
 
+// The same for two vectors. Four products of codes up to 63 and bytes with a sign fit 16 bits: their sum is
+// at most 4 * 63 * 128 = 32256.
+constexpr int64_t kSmall = 63;
+inline Ints add_small_products(Ints to, const Wide* a, const Wide* b) {
+#if !defined(HKI_VNNI) && (defined(HKI_AVX512) || defined(HKI_AVX2))
+  return to + of_pairs(pairs(a[0], b[0]) + pairs(a[1], b[1]));
+#else
+  return add_products(add_products(to, a[0], b[0]), a[1], b[1]);
+#endif
+}
+
 // The bytes of a table of 16 (repeated) at indices below 16.
 inline Wide lookup(Wide table, Wide index) {
 #if defined(HKI_AVX512)

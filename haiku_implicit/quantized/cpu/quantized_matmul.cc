@@ -129,34 +129,60 @@ void sum_groups(const Activations& x, int64_t groups, float* out) {
 constexpr int64_t kSpan = 32;       // of so many rows scales are read together: a multiple of each R
 constexpr int64_t kUnpacked = 512;  // about so many codes of a row are put into bytes at a time
 
-// How `few_rows` reads codes: from so many bytes of a group it takes `blocks` blocks of 32, which are apart
-// in planes of 32 bytes and more. A plane of 16 bytes has all the codes of a group.
+// How `few_rows` reads codes: 32 at each of so many places (`blocks`) of a group, `plane` codes apart.
 struct OneByOne {  // a code in each byte
-  static constexpr int blocks = 1, bytes = kCodes;
-  static void codes(const uint8_t* p, Codes* out) { out[0] = load<Codes>(p); }
+  using Found = Codes;
+  static constexpr int blocks = 1, size = kCodes, bytes = kCodes;
+  static void read(const uint8_t* p, int64_t, Codes* out) { out[0] = load<Codes>(p); }
 };
 
-template <int bits>
-struct InWholeVectors {
-  static constexpr int blocks = 8 / bits, bytes = kCodes;
-  static void codes(const uint8_t* p, Codes* out) {
-    const CodeWords found = load<CodeWords>(p);
-    for (uint32_t i = 0; i < blocks; ++i)
-      out[i] = (Codes)(found >> i * bits) & (uint8_t)((1 << bits) - 1);
+// Codes with `low` bits in one plane and, if they have more, `high` bits in a second one. The last plane
+// has `size` bytes, or whole vectors of them (`plane` bytes); the first one has `ratio` times as many.
+template <int low, int high, int bytes_of_last>
+struct InPlanes {
+  using Found = Codes;
+  static constexpr int last = high ? high : low, ratio = low / last, size = bytes_of_last;
+  static constexpr int blocks = size * 8 / last / kCodes, bytes = size * (high ? 1 + ratio : 1);
+
+  static void read(const uint8_t* p, int64_t plane, Codes* out) {
+    HKI_UNROLL
+    for (int i = 0; i < blocks; ++i) {
+      if constexpr (size == kCodes) {
+        out[i] = codes_in<low, kCodes>(p + i % ratio * plane, i / ratio);
+        if (high) out[i] |= above(codes_in<last, kCodes>(p + ratio * plane, i));
+      } else {
+        constexpr int first = std::min(size * ratio, kCodes), vectors = size * ratio / first;
+        out[i] = codes_in<low, first>(p + i % vectors * kCodes, i / vectors);
+        if (high) out[i] |= above(codes_in<last, size>(p + ratio * size, i));
+      }
+    }
   }
+  static Codes above(Codes codes) { return (Codes)((CodeWords)codes << (uint32_t)low); }
 };
 
-template <int bits>
-struct InSixteenBytes {
-  static constexpr int blocks = 4 / bits, bytes = kCodes / 2;
-  static void codes(const uint8_t* p, Codes* out) {
-    const CodeWords found = (CodeWords)twice(p);
-    constexpr uint32_t b = bits;
-    const CodeWords upper = {0, 0, 0, 0, b, b, b, b};
-    for (uint32_t i = 0; i < blocks; ++i)
-      out[i] = (Codes)(found >> (upper + 2 * i * b)) & (uint8_t)((1 << bits) - 1);
+#if defined(HKI_AVX512)
+// Each code of one plane in 32 bits, of which a table needs the lowest.
+template <int bits, int bytes_of_last>
+struct InWords {
+  using Found = Indices;
+  static constexpr int size = bytes_of_last, bytes = size, blocks = size * 8 / bits / kCodes;
+
+  static void read(const uint8_t* p, int64_t, Indices* out) {
+    const Ints first = words<bits, size>(p), second = size == kCodes ? words<bits, size>(p + 16) : first;
+    HKI_UNROLL
+    for (int i = 0; i < blocks; ++i) {
+      const int step = size == kCodes ? i : 2 * i * 16 / size, next = size == kCodes ? 0 : 16 / size;
+      out[i].of[0] = first >> step * bits;
+      out[i].of[1] = second >> (step + next) * bits;
+    }
   }
 };
+template <int low, int high, int size>
+using ReadPlanes = std::conditional_t<high == 0, InWords<low, size>, InPlanes<low, high, size>>;
+#else
+template <int low, int high, int size>
+using ReadPlanes = InPlanes<low, high, size>;
+#endif
 
 // y[:, first:last], decoded in registers: sums of products with codes, scaled once for each group, or
 // (`exact`) sums of products with the values that the dense matrix has. (If codes are in several planes,
@@ -169,7 +195,7 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
       std::is_same_v<Read, OneByOne> && (w.bits() < 8 || w.group % kCodes != 0);
   const int64_t group_bytes = w.stored / w.groups, groups = round_up(w.groups, kLanes);
   const int64_t in_group = blocks.size() * kCodes;
-  const int64_t apart = Read::bytes < kCodes ? kCodes : in_group / Read::blocks;
+  const int64_t apart = Read::size < kCodes ? kCodes : in_group / Read::blocks;
   const int64_t some = unpacked ? std::max<int64_t>(1, kUnpacked / in_group) : w.groups;
   const int64_t ahead = std::max(kAhead, R * w.stored);
   float* offsets = scratch(groups * (R + M) + kSpan * w.groups +
@@ -208,21 +234,21 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
           codes[r] = to - group * in_group;
         }
       typename Few<M, R>::Sums part = {};
-      int64_t at = group * (unpacked ? in_group : group_bytes);
-      for (int64_t i = k; i < k + apart; i += kCodes, at += kCodes) {
+      const int64_t at = group * (unpacked ? in_group : group_bytes);
+      for (int64_t i = 0; i < apart; i += kCodes) {
         if (!unpacked) ask_for(soon, R * Read::bytes, w.step);
         soon += R * Read::bytes * w.step;
         HKI_UNROLL
         for (int r = 0; r < R; ++r) {
-          Codes found[Read::blocks];
-          Read::codes(codes[r] + at, found);
+          typename Read::Found found[Read::blocks];
+          Read::read(codes[r] + at + i, apart, found);
           HKI_UNROLL
           for (int p = 0; p < Read::blocks; ++p) {
             Floats values[kVectors];
             decode(found[p], values);
             for (int v = 0; exact && v < kVectors; ++v)
               values[v] = decode.exact(values[v], scale[r][group], offsets[r * groups + group]);
-            few.add(exact ? total : part, r, values, i + p * apart);
+            few.add(exact ? total : part, r, values, k + i + p * apart);
           }
         }
       }
@@ -236,7 +262,13 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
   }
 }
 
-using FewRows = void (*)(const Weights&, const Blocks&, const Activations&, int64_t, int64_t, float*);
+// How activations are arranged, and multiplied then.
+struct FewRows {
+  Activations (*arranged)(const Weights&, const Blocks&, const Activations&, float*);
+  void (*multiply)(const Weights&, const Blocks&, const Activations&, int64_t, int64_t, float*);
+};
+template <Kind kind, class Read, int M, int R, bool exact>
+constexpr FewRows kFewRows{arranged<kind>, few_rows<kind, Read, M, R, exact>};
 
 // For up to M rows of x. Sums are scaled in place of values where there are fewer of them, and where they
 // may be.
@@ -244,36 +276,51 @@ template <int M>
 struct OfFewRows {
   static constexpr int R = std::clamp(kRegisters / 2 / M, 1, M <= 2 ? 4 : 2);
   template <bool exact>
-  static constexpr FewRows of_bytes[] = {few_rows<kTable16, OneByOne, M, R, exact>,
-                                         few_rows<kSigned, OneByOne, M, R, exact>,
-                                         few_rows<kUnsigned, OneByOne, M, R, exact>,
-                                         few_rows<kE4M3, OneByOne, M, R, exact>,
-                                         few_rows<kE5M2, OneByOne, M, R, exact>};
+  static constexpr FewRows of_bytes[] = {kFewRows<kTable16, OneByOne, M, R, exact>,
+                                         kFewRows<kSigned, OneByOne, M, R, exact>,
+                                         kFewRows<kUnsigned, OneByOne, M, R, exact>,
+                                         kFewRows<kE4M3, OneByOne, M, R, exact>,
+                                         kFewRows<kE5M2, OneByOne, M, R, exact>};
 
   static FewRows find(const Weights& w, Kind kind, const Activations& x) {
     if constexpr (M <= 2)
       if (w.rounding == kNone && x.moderate()) {
-        const int64_t size = w.stored / w.groups;  // of the plane, if there is one
-        if (w.planes[1] || w.planes[0] == 8 || (size < kCodes && size != 16)) return of_bytes<false>[kind];
-        if (!Table16(w.table).coarse())
-          return w.planes[0] == 4 ? of_plane<kTable16, 4>(size) : of_bytes<false>[kind];
-        return w.planes[0] == 4   ? of_plane<kCoarse16, 4>(size)
-               : w.planes[0] == 2 ? of_plane<kCoarse16, 2>(size)
-                                  : of_plane<kCoarse16, 1>(size);
+        const FewRows found = Table16(w.table, w.bits()).coarse() ? of_planes<kCoarse16>(w)
+                              : w.nibbles()                       ? of_size<kTable16, 4, 0>(w)
+                                                                  : FewRows{};
+        return found.multiply ? found : of_bytes<false>[kind];
       }
     return of_bytes<true>[kind];
   }
 
-  template <Kind kind, int bits>
-  static FewRows of_plane(int64_t size) {
-    return size == 16 ? few_rows<kind, InSixteenBytes<bits>, M, R, false>
-                      : few_rows<kind, InWholeVectors<bits>, M, R, false>;
+  // None for planes that are read piece by piece.
+  template <Kind kind>
+  static FewRows of_planes(const Weights& w) {
+    switch (10 * w.planes[0] + w.planes[1]) {
+      case 10: return of_size<kind, 1, 0>(w);
+      case 20: return of_size<kind, 2, 0>(w);
+      case 21: return of_size<kind, 2, 1>(w);
+      case 40: return of_size<kind, 4, 0>(w);
+      case 41: return of_size<kSigned, 4, 1>(w);
+      case 42: return of_size<kSigned, 4, 2>(w);
+    }
+    return {};
   }
-};
 
-using Arranged = Activations (*)(const Weights&, const Blocks&, const Activations&, float*);
-constexpr Arranged kArranged[] = {arranged<kTable16>, arranged<kSigned>, arranged<kUnsigned>,
-                                  arranged<kE4M3>, arranged<kE5M2>};
+  template <Kind kind, int low, int high>
+  static FewRows of_size(const Weights& w) {
+    constexpr int last = high ? high : low;
+    const int64_t size = w.group * last / 8;
+    if (size % 32 == 0) return in_planes<kind, low, high, 32>;
+    if (size == 16) return in_planes<kind, low, high, 16>;
+    if constexpr (last <= 2) if (size == 8) return in_planes<kind, low, high, 8>;
+    if constexpr (last == 1) if (size == 4) return in_planes<kind, low, high, 4>;
+    return {};
+  }
+
+  template <Kind kind, int low, int high, int size>
+  static constexpr FewRows in_planes = kFewRows<kind, ReadPlanes<low, high, size>, M, R, false>;
+};
 
 constexpr int64_t kFew = 8;  // up to this many rows
 
@@ -486,13 +533,13 @@ void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const
     });
   } else if (x.rows <= kFew) {
     const int64_t size = x.rows * (w.groups * blocks.size() * kCodes + kApart);
-    const Activations in_order = kArranged[kind](w, blocks, x, scratch<1>(size));
     const FewRows few = x.rows == 1   ? OfFewRows<1>::find(w, kind, x)
                         : x.rows == 2 ? OfFewRows<2>::find(w, kind, x)
                         : x.rows <= 4 ? OfFewRows<4>::find(w, kind, x)
                                       : OfFewRows<8>::find(w, kind, x);
+    const Activations in_order = few.arranged(w, blocks, x, scratch<1>(size));
     team.parts(w.rows, 4, 384, [&](int64_t first, int64_t last) {
-      few(w, blocks, in_order, first, last, y);
+      few.multiply(w, blocks, in_order, first, last, y);
     });
   } else {
     for (int64_t m = 0; m < x.rows; m += kMany) {
