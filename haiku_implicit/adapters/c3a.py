@@ -10,6 +10,7 @@ import numpy as np
 from haiku_implicit.adapters.operators import Operator
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter
+from haiku_implicit.arrays.drawing import zeros
 from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.numbers.options import is_positive_integer
 
@@ -76,7 +77,7 @@ class C3A(Adapter):
         if n % block_size or m % block_size:
             raise ValueError(f"block_size: expected a divisor of {n} and {m}, got {block_size}")
         shape = (*lead, n // block_size, m // block_size, block_size)
-        return cls(w, jnp.zeros(shape, w.dtype))
+        return cls(w, zeros(shape, w.dtype))
 
     def equivalent(self) -> Sum:
         kernel = (self.kernel / self.shape[-2]).astype(self.dtype)

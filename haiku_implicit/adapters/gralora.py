@@ -9,8 +9,8 @@ import numpy as np
 
 from haiku_implicit.adapters.operators import Operator
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, alpha_or, uniform
-from haiku_implicit.arrays.drawing import zeros
+from haiku_implicit.arrays.adapter import Adapter, alpha_or
+from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.numbers.options import is_positive_integer

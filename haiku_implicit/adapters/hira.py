@@ -5,8 +5,8 @@ from typing import Self
 
 import jax
 
-from haiku_implicit.arrays.adapter import Adapter, uniform
-from haiku_implicit.arrays.drawing import zeros
+from haiku_implicit.arrays.adapter import Adapter
+from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.typing import Array
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from haiku_implicit.adapters.operators import Kronecker
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter
+from haiku_implicit.arrays.drawing import zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.typing import Array
 
@@ -42,7 +43,7 @@ class MiSS(Adapter):
           rank: the number of rows of the block. Products are cheapest if it divides `n`.
         """
         *lead, _, m = w.shape
-        return cls(w, jnp.zeros((*lead, rank, m), w.dtype))
+        return cls(w, zeros((*lead, rank, m), w.dtype))
 
     def equivalent(self) -> Array:
         n, r = self.shape[-2], self.block.shape[-2]
