@@ -13,7 +13,7 @@ import safetensors.numpy
 import haiku_implicit as hki
 from tests.adapter_cases import METHODS, adapted, normal
 
-LOST = ("dora", "trained_rows")
+LOST = ("dora", "trained_rows", "hira")
 
 
 def moved(params, by=0.3):
@@ -44,7 +44,7 @@ def test_what_does_not_keep_its_base_is_not_unmerged(method):
     params = hki.combine(*adapted(method, "matrix", "dense"))
     merged = hki.merge_adapters(params)
     with pytest.raises(
-        ValueError, match=r"layer/w: (DoRA|TrainedRows) does not keep .* Keep the base"
+        ValueError, match=r"layer/w: (DoRA|TrainedRows|HiRA) does not keep .* Keep the base"
     ):
         hki.unmerge_adapters(merged, hki.get_adapter(params))
 
