@@ -7,7 +7,9 @@ import pathlib
 import platform
 import runpy
 import shlex
+import shutil
 import subprocess
+import sys
 import tempfile
 
 import setuptools
@@ -30,12 +32,19 @@ LINKED = (
 
 def get_requires_for_build_wheel(config_settings=None):
     """Requires the headers in jaxlib, of the oldest version: later ones load what has used them."""
-    return [*build_meta.get_requires_for_build_wheel(config_settings), "jaxlib>=0.7,<0.8"]
+    found = build_meta.get_requires_for_build_wheel(config_settings)
+    if not TARGETS or shutil.which(COMPILER[0]) is None:
+        return found
+    newest = ",<0.8" if sys.version_info < (3, 15) else ""  # 0.7 is not for later versions of Python
+    return [*found, f"jaxlib>=0.7{newest}"]
 
 
 def compile_kernels(folder):
     """Compiles the sources for each target into a folder; without a compiler none, and says so."""
-    include = pathlib.Path(importlib.util.find_spec("jaxlib").origin).parent / "include"
+    jaxlib = importlib.util.find_spec("jaxlib")
+    if jaxlib is None:
+        raise OSError("jaxlib, which has the headers, is not installed")
+    include = pathlib.Path(jaxlib.origin).parent / "include"
 
     def compile_for(target):
         flags = [*ABOUT["FLAGS"], *target.flags, f"-I{include}", *LINKED, *MORE_FLAGS]
@@ -52,11 +61,13 @@ class BuildWithKernels(build_py):
     def run(self):
         super().run()
         folder = pathlib.Path(self.build_lib) / CPU
+        for old in folder.glob("kernels-*.so"):  # of an earlier build in this folder
+            old.unlink()
         if TARGETS and not self.editable_mode:
             with tempfile.TemporaryDirectory() as made:
                 try:
                     compile_kernels(pathlib.Path(made))
-                except (AttributeError, OSError, subprocess.CalledProcessError) as error:
+                except (OSError, subprocess.CalledProcessError) as error:
                     self.warn(f"no kernels in this wheel, they are compiled at first use: {error}")
                     return
                 for path in pathlib.Path(made).iterdir():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -83,10 +82,9 @@ def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:
     """Reads a module expression that `save` wrote.
 
     The expression evaluates to the same bits as the original, has the same derivatives, and gives the
-    same nodes for a query. Its `init` is read, and checked, when it is first called. Nothing in a file
-    is run or imported. A module's class is an empty class of the same name. A constructor argument that
-    is not a plain value (an initializer) can only be shown. A named tuple is a new class with the same
-    name and fields.
+    same nodes for a query. Nothing in a file is run or imported. A module's class is an empty class of
+    the same name. A constructor argument that is not a plain value (an initializer) can only be shown.
+    A named tuple is a new class with the same name and fields.
 
     Args:
       path: the file.
@@ -94,7 +92,7 @@ def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:
         classes of modules, which `select` then finds. `hk.LSTMState` is known.
 
     Raises:
-      ValueError: if the file is not a valid module expression; the error says where in the file.
+      ValueError: if the file is not a valid module expression; the error names the place in the file.
       OSError: if the file can't be read.
     """
     types = [types] if isinstance(types, type) else list(types)
@@ -105,9 +103,9 @@ def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:
         raise not_a("a module expression", path)
     data = pathlib.Path(path).read_bytes()
     try:
-        return _from_text(data.decode("utf-8"), known, path)
+        return _from_text(data.decode("utf-8"), known)
     except (Misplaced, CheckpointError, UnicodeDecodeError) as e:
-        raise _invalid(path, e) from e
+        raise ValueError(one_line(f"{path} is not a valid module expression: {e}")) from e
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -158,8 +156,7 @@ def _init_program(mox: Mox) -> Program:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _from_text(text: str, types: Mapping[str, type], path: str | None = None) -> Mox:
-    """Reads an expression; `init` at once, or with the path of the file when it is first called."""
+def _from_text(text: str, types: Mapping[str, type]) -> Mox:
     read = parse_json("the file", text, parse_constant=_no_constant)
     if not isinstance(read, dict) or read.get("format") != FORMAT:
         raise Misplaced("format", f"expected {FORMAT!r}")
@@ -171,7 +168,7 @@ def _from_text(text: str, types: Mapping[str, type], path: str | None = None) ->
         with at("model"):
             model = _program(read.get("model"), types)
         with at("init"):
-            init = _initializer(read.get("init"), types, path)
+            init = _initializer(read.get("init"), types)
     except Misplaced as e:
         if read.get("jax") == jax.__version__:
             raise
@@ -180,35 +177,23 @@ def _from_text(text: str, types: Mapping[str, type], path: str | None = None) ->
     return Mox(model.body, model.interface, init, read["implicit"])
 
 
-def _invalid(path: str | None, error: Exception) -> ValueError:
-    return ValueError(one_line(f"{path} is not a valid module expression: {error}"))
-
-
 def _program(x: Any, types: Mapping[str, type]) -> Program:
     return Reader(of_type(x, dict, "a program"), types).program(x)
 
 
-def _initializer(x: Any, types: Mapping[str, type], path: str | None) -> Callable[..., Any]:
-    missing = "missing" in of_type(x, dict, "init")
+def _initializer(x: Any, types: Mapping[str, type]) -> Callable[..., Any]:
+    missing = type(x) is dict and "missing" in x
     why = of_type(x["missing"], str, "missing") if missing else None
-
-    program = functools.cache(lambda: _program(x, types))
+    program = None if missing else _program(x, types)
 
     def init(rng: jax.Array, *args: Any, **kwargs: Any) -> Tree:
-        if missing:
+        if program is None:
             raise ValueError(
                 "init: the file of this expression has none, as that of the model could not be saved "
                 f"({why}). Parameters have to come from elsewhere"
             )
-        try:
-            with at("init"):
-                found = program()
-        except Misplaced as e:
-            raise _invalid(path, e) from e
-        return found.apply(rng, *args, **kwargs)
+        return program.apply(rng, *args, **kwargs)
 
-    if path is None and not missing:
-        program()
     return init
 
 

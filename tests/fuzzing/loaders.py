@@ -344,17 +344,6 @@ def _load(path: str) -> Any:
     return tree
 
 
-def _load_mox(path: str) -> Any:
-    """Reads an expression, and its `init`, which is read when it is called."""
-    mox = load_mox(path)
-    try:
-        jax.eval_shape(mox.init, jax.random.key(0), jnp.ones((2, 4)))
-    except (ValueError, TypeError) as e:  # it may take other arguments
-        if "is not a valid module expression" in str(e):
-            raise
-    return mox
-
-
 def _name(tensor: str) -> str:
     """Where any tensor goes."""
     return "m/" + tensor.replace("/", "_").replace("weight", "w")
@@ -393,7 +382,7 @@ LOADERS = {
     "load_gguf": Loader(_gguf, "file.gguf", lambda path: hki.load_gguf(path, _name)),
     "load_hugging_face": Loader(_hugging_face, "", _dense_or_not(hki.load_hugging_face)),
     "load_peft": Loader(_peft, "", lambda path: hki.load_peft(path, _name)),
-    "mox": Loader(_mox, "file.json", _load_mox),
+    "mox": Loader(_mox, "file.json", load_mox),
     "read_names": Loader(_names, "file.json", hki.read_names),
     "inspect": Loader(_saved, "file", _inspect),
 }

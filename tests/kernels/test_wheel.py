@@ -12,7 +12,8 @@ import pytest
 from haiku_implicit.quantized.cpu import targets
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave sse4_2"
+V2 = "pni ssse3 sse4_1 sse4_2 popcnt cx16 lahf_lm"
+V3 = f"{V2} avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 
 

@@ -1,7 +1,6 @@
 """Module expressions in files: what comes back is the same program, and nothing else ever comes back."""
 
 import collections
-import contextlib
 import copy
 import functools
 import json
@@ -778,11 +777,7 @@ def rejected(text, match=None):
     data = text if isinstance(text, bytes) else text.encode()
     FILE.with_name("bad.json").write_bytes(data)
     with pytest.raises(ValueError, match=match):
-        read_init(load(FILE.with_name("bad.json")))
-
-
-def read_init(mox):
-    jax.eval_shape(mox.init, jax.random.key(0), X)
+        load(FILE.with_name("bad.json"))
 
 
 def changed(place, value):
@@ -1007,14 +1002,11 @@ def check_mutations(seed, count):
         cut = rng.random() < 0.05
         bad.write_text(text[: rng.randrange(len(text))] if cut else text)
         try:
-            found = load(bad)
+            load(bad)
             outcomes["read"] += 1
         except ValueError as e:
             assert str(bad) in str(e)
             outcomes["refused"] += 1
-            continue
-        with contextlib.suppress(ValueError, TypeError):
-            read_init(found)
     assert outcomes["refused"] > outcomes["read"] / 2
 
 
@@ -1072,26 +1064,3 @@ def test_why_init_is_missing_is_a_text(missing, tmp_path):
     path.write_text(json.dumps(changed))
     with pytest.raises(ValueError, match="init: missing has to be a text"):
         load(path)
-
-
-def test_init_is_read_when_it_is_first_called(tmp_path):
-    def fun(x):
-        scale = hk.get_parameter("scale", [2], init=lambda *_: jnp.asarray([1.0, 2.0]) * 3)
-        return x * scale + jnp.asarray(np.arange(2.0))
-
-    model, path = hk.transform(fun), tmp_path / "mox"
-    save(path, make_mox(model)(jnp.ones(2)))
-    loaded, key, x = load(path), jax.random.key(0), jnp.ones(2)
-    shapes = jax.eval_shape(loaded.init, key, x)  # first called while JAX traces
-    assert jax.tree.map(jnp.shape, shapes) == {"~": {"scale": (2,)}}
-    np.testing.assert_array_equal(loaded.init(key, x)["~"]["scale"], [3, 6])
-
-    changed = json.loads(path.read_text())
-    changed["init"]["bodies"][0]["nodes"][0]["op"] = "damaged"
-    path.write_text(json.dumps(changed))
-    damaged = load(path)
-    np.testing.assert_array_equal(eval_mox(damaged, {"~": {"scale": x}}, None, x), [1, 2])
-    with pytest.raises(
-        ValueError, match=r"init\.bodies\[0\]\.nodes\[0\] \(damaged\): there is no primitive"
-    ):
-        damaged.init(key, x)

@@ -69,8 +69,7 @@ class Reader:
         self.listed = _list(tables, "functions")
         self._rules: dict[tuple[int, str], Callable[..., Any]] = {}
         for i, x in enumerate(_list(tables, "arrays")):
-            # They outlive the trace in which a model's `init` may be read.
-            with at(f".arrays[{i}]"), jax.ensure_compile_time_eval():
+            with at(f".arrays[{i}]"):
                 self.arrays.append(values.constant_from_json(x))
         with marks.marking(), jax.threefry_partitionable(True):
             for i, x in enumerate(_list(tables, "bodies")):
@@ -227,7 +226,8 @@ class _BodyReader:
                 stack.enter_context(source_info_util.set_name_stack(names))
             results = self.bind(name, x, operands, len(types))
         found = list(map(jax.typeof, results))
-        if list(map(values.type_to_json, found)) != types:
+        # (As text, since JSON's `true` would be equal to 1.)
+        if str(list(map(values.shape_and_dtype, found))) != str(types):
             equations.check_types(
                 "it gives", found, list(map(values.aval_from_json, types)), same_type
             )

@@ -121,10 +121,11 @@ def type_to_json(aval: Aval) -> list[Json]:
         raise Unsaveable(f"it has an array on a mesh: {aval}")
     if "Device" not in str(getattr(aval, "memory_space", "Device")):
         raise Unsaveable(f"it has an array in another memory: {aval}")
-    return _type(aval)
+    return shape_and_dtype(aval)
 
 
-def _type(x: Aval) -> list[Json]:
+def shape_and_dtype(x: Aval) -> list[Json]:
+    """The type of an array, wherever it is."""
     weak = [True] if getattr(x, "weak_type", False) else []
     return [dtype_to_json(x.dtype), list(x.shape), *weak]
 
@@ -160,7 +161,7 @@ def array_to_json(x: Array) -> JsonObject:
         return {"key": dtype_to_json(x.dtype), **array_to_json(jax.random.key_data(x))}
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise Unsaveable("it has an array that other processes hold a part of")
-    return {"type": _type(x), "data": _bytes_to_json(dtypes.bytes_of(x))}
+    return {"type": shape_and_dtype(x), "data": _bytes_to_json(dtypes.bytes_of(x))}
 
 
 def array_from_json(x: Json) -> Array:

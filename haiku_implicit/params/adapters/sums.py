@@ -82,7 +82,9 @@ def combine_adapters(
         else:
             largest = max(lora.rank for lora, _ in parts)
             deltas, by = [lora.delta() for lora, _ in parts], [weight for _, weight in parts]
-            new = _nearest(merge(path, deltas, jnp.asarray(by, deltas[0].dtype)), rank or largest)
+            new = _nearest(
+                merge(path, deltas, jnp.asarray(by, jnp.result_type(*deltas))), rank or largest
+            )
         if any(isinstance(lora, RestLoRA) for lora, _ in parts):
             new = RestLoRA.of_factors(new.a, new.b, new.factor)
         found[path] = with_matrix(own[0][0], new)

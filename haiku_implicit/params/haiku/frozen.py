@@ -353,16 +353,13 @@ class _Halves(NamedTuple):
 
     def digests(self) -> list[tuple[str, str, np.ndarray]]:
         """The paths of the parameter and the array, and the digests, of each array."""
-        slots = [
-            (p.path, digest(p.value), slot)
-            for p in parameters_of(self.shapes())
-            for slot in slots_of(p.value)
-        ]
-        frozen, found = self.frozen.each(), []
-        for (path, structure, slot), is_trained in zip(slots, self.flags, strict=True):
+        shapes, frozen, found = self.shapes(), self.frozen.each(), []
+        structures = {p.path: digest(p.value) for p in parameters_of(shapes)}
+        for slot, is_trained in zip(slots_of(shapes), self.flags, strict=True):
+            path = "/".join(slot.path[: len(slot.path) - len(slot.fields)])
             content = digest(slot.value if is_trained else next(frozen))
-            row = np.frombuffer(bytes.fromhex(structure + content), np.uint32)
-            found.append((path, "/".join((path, *slot.path)), row))
+            row = bytes.fromhex(structures.get(path, digest(None)) + content)  # (None is no parameter)
+            found.append((path, slot.name, np.frombuffer(row, np.uint32)))
         return found
 
     def shapes(self) -> Params:

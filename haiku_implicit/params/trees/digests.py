@@ -27,6 +27,8 @@ def digest(value: Array) -> str:
         if isinstance(x, jax.ShapeDtypeStruct):
             found.update(f"{x.dtype}{x.shape}".encode())
             return
+        if not hasattr(x, "dtype"):  # a Python number
+            x = np.asarray(x)
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             x = jax.random.key_data(x)
         array = np.ascontiguousarray(x)

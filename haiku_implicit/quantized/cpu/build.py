@@ -84,23 +84,21 @@ def register(prefix: str, flags: tuple[str, ...]) -> None:
     Raises:
       BuildError, OSError: as `library` does.
     """
-    loaded = _brought() if flags == FLAGS and not _TARGET else None
-    loaded = library(flags) if loaded is None else loaded
+    brought = targets.brought() if flags == FLAGS and not _TARGET else None
+    if brought is not None:
+        try:
+            return _register(prefix, _load(brought))
+        except Exception as error:  # of another C library, or of a later version of XLA's interface
+            logging.info("haiku_implicit: compiles the native kernel, since %s", error)
+    _register(prefix, library(flags))
+
+
+def _register(prefix: str, loaded: ctypes.CDLL) -> None:
     loaded.LargestTiled.restype = ctypes.c_int64
     _LARGEST_TILED[prefix] = loaded.LargestTiled()
     for name in HANDLERS:
         capsule = jax.ffi.pycapsule(getattr(loaded, name))
         jax.ffi.register_ffi_target(prefix + name, capsule, platform="cpu")
-
-
-def _brought() -> ctypes.CDLL | None:
-    """Loads the library that the wheel has for this CPU; None without one."""
-    path = targets.brought()
-    try:
-        return None if path is None else _load(path)
-    except (BuildError, OSError) as error:  # of another C library, for example
-        logging.info("haiku_implicit: compiles the native kernel, since %s", error)
-        return None
 
 
 def library(flags: tuple[str, ...]) -> ctypes.CDLL:

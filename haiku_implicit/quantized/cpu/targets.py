@@ -32,7 +32,8 @@ class Target(NamedTuple):
         return f"kernels-{self.name}.so"
 
 
-_V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
+_V2 = frozenset("pni ssse3 sse4_1 sse4_2 popcnt cx16 lahf_lm".split())
+_V3 = _V2 | frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
 _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 
 # By machine, the fastest first.
@@ -52,15 +53,16 @@ def brought() -> pathlib.Path | None:
     features = _features()
     for target in TARGETS.get(platform.machine(), ()):
         file = HERE / target.file
-        if target.features <= features and file.exists():
+        if features is not None and target.features <= features and file.exists():
             return file
     return None
 
 
-def _features() -> frozenset[str]:
+def _features() -> frozenset[str] | None:
+    """What all cores of this CPU have; None if the system does not say."""
     try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    flags = [line for line in text.splitlines() if line.startswith("flags")]
-    return frozenset(flags[0].partition(":")[2].split()) if flags else frozenset()
+        return None
+    of_cores = [set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")]
+    return frozenset(set.intersection(*of_cores)) if of_cores else frozenset()

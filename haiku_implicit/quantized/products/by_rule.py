@@ -9,7 +9,7 @@ rounding itself has the gradient one ("straight through").
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NoReturn, Required, TypedDict, Unpack
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +36,6 @@ from haiku_implicit.quantized.products.product import quantized_product
 from haiku_implicit.quantized.products.rules import QuantRule
 
 
-class RuleArguments(TypedDict, total=False):
-    """The keyword arguments of products with a rule; `dot_general` documents them."""
-
-    rule: Required[QuantRule]
-    lhs_is_weight: bool
-    rhs_is_weight: bool
-    key: jax.Array | None
-    stats: QuantStats | None
-
-
 def dot_general(
     lhs: Array,
     rhs: Array,
@@ -53,8 +43,12 @@ def dot_general(
     precision: Precision = None,
     preferred_element_type: DType | None = None,
     *,
+    rule: QuantRule,
     out_sharding: Sharding | None = None,
-    **how: Unpack[RuleArguments],
+    lhs_is_weight: bool = False,
+    rhs_is_weight: bool = True,
+    key: jax.Array | None = None,
+    stats: QuantStats | None = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` of quantized operands, with a quantized backward pass.
 
@@ -67,7 +61,7 @@ def dot_general(
       preferred_element_type: the dtype of the result.
       rule: the formats and calibrations; without `weight_qtype` dense operands are not quantized.
       out_sharding: the sharding of the result.
-      lhs_is_weight, rhs_is_weight: which operands are weights (False, True); others are activations.
+      lhs_is_weight, rhs_is_weight: which operands are weights; the others are activations.
       key: a random key, or an integer seed, for a rule with stochastic rounding that is differentiated.
       stats: statistics of the activation, for a rule with `act_static_scale`.
 
@@ -88,7 +82,8 @@ def dot_general(
       True
     """
     product = dot_product((lhs.ndim, rhs.ndim), dimension_numbers, precision, out_sharding)
-    return _by_rule(product, (lhs, rhs), (), preferred_element_type, **how)
+    weights = (lhs_is_weight, rhs_is_weight)
+    return _by_rule(product, (lhs, rhs), (), rule, weights, preferred_element_type, key, stats)
 
 
 def conv_general_dilated(
@@ -104,8 +99,12 @@ def conv_general_dilated(
     precision: Precision = None,
     preferred_element_type: DType | None = None,
     *,
+    rule: QuantRule,
     out_sharding: Sharding | None = None,
-    **how: Unpack[RuleArguments],
+    lhs_is_weight: bool = False,
+    rhs_is_weight: bool = True,
+    key: jax.Array | None = None,
+    stats: QuantStats | None = None,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` of quantized operands, with a quantized backward pass.
 
@@ -152,7 +151,8 @@ def conv_general_dilated(
         lhs_dilation=lhs_dilation,
         rhs_dilation=rhs_dilation,
     )
-    return _by_rule(product, (lhs, rhs), (), preferred_element_type, **how)
+    weights = (lhs_is_weight, rhs_is_weight)
+    return _by_rule(product, (lhs, rhs), (), rule, weights, preferred_element_type, key, stats)
 
 
 def ragged_dot(
@@ -162,7 +162,12 @@ def ragged_dot(
     precision: Precision = None,
     preferred_element_type: DType | None = None,
     group_offset: Array = None,
-    **how: Unpack[RuleArguments],
+    *,
+    rule: QuantRule,
+    lhs_is_weight: bool = False,
+    rhs_is_weight: bool = True,
+    key: jax.Array | None = None,
+    stats: QuantStats | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` of quantized operands, with a quantized backward pass.
 
@@ -194,25 +199,24 @@ def ragged_dot(
        [4. 4.]
        [4. 4.]]
     """
-    product, others = ragged_product(precision, group_offset), (jnp.asarray(group_sizes),)
-    return _by_rule(product, (lhs, rhs), others, preferred_element_type, **how)
+    product, weights = ragged_product(precision, group_offset), (lhs_is_weight, rhs_is_weight)
+    others = (jnp.asarray(group_sizes),)
+    return _by_rule(product, (lhs, rhs), others, rule, weights, preferred_element_type, key, stats)
 
 
 def _by_rule(
     product: Product,
     operands: tuple[Any, Any],
     others: Others,
+    rule: QuantRule,
+    are_weights: tuple[bool, bool],
     dtype: DType | None,
-    *,
-    rule: QuantRule | None = None,
-    lhs_is_weight: bool = False,
-    rhs_is_weight: bool = True,
-    key: jax.Array | None = None,
-    stats: QuantStats | None = None,
+    key: jax.Array | None,
+    stats: QuantStats | None,
 ) -> jax.Array:
     if not isinstance(rule, QuantRule):
         raise TypeError(f"rule: expected a QtRule or a QuantRule, got {rule!r}")
-    config = rule.config(lhs_is_weight, rhs_is_weight)
+    config = rule.config(*are_weights)
     lhs, rhs = map(_as_operand, operands)
     if rule.weight_qtype is None and not any(map(is_implicit, (lhs, rhs))):
         return product.plain(lhs, rhs, *others, dtype=dtype)
