@@ -206,7 +206,12 @@ def merge(values: flags.FlagValues, source: str, target: str) -> program.Said:
 def _with_trained(params: Params, path: str) -> Params:
     """Parameters with the arrays in a file that `freeze` trained."""
     run = load(path)
-    trained = run.get("trained", run) if isinstance(run, Mapping) else {}
+    if not isinstance(run, Mapping):
+        raise ValueError(
+            f"{path}: expected the arrays that hki.freeze returned, or a run that has them as 'trained', "
+            f"got {type(run).__name__}. --adapter=FILE takes an adapter"
+        )
+    trained = run.get("trained", run)
     try:
         model, _ = freeze(
             hk.Transformed(init=lambda *_: params, apply=lambda *_: None),
