@@ -35,7 +35,9 @@ def get_requires_for_build_wheel(config_settings=None):
     found = build_meta.get_requires_for_build_wheel(config_settings)
     if not TARGETS or shutil.which(COMPILER[0]) is None:
         return found
-    newest = ",<0.8" if sys.version_info < (3, 15) else ""  # 0.7 is not for later versions of Python
+    newest = (
+        ",<0.8" if sys.version_info < (3, 15) else ""
+    )  # 0.7 is not for later versions of Python
     return [*found, f"jaxlib>=0.7{newest}"]
 
 

@@ -358,7 +358,9 @@ class _Halves(NamedTuple):
         for slot, is_trained in zip(slots_of(shapes), self.flags, strict=True):
             path = "/".join(slot.path[: len(slot.path) - len(slot.fields)])
             content = digest(slot.value if is_trained else next(frozen))
-            row = bytes.fromhex(structures.get(path, digest(None)) + content)  # (None is no parameter)
+            row = bytes.fromhex(
+                structures.get(path, digest(None)) + content
+            )  # (None is no parameter)
             found.append((path, slot.name, np.frombuffer(row, np.uint32)))
         return found
 
