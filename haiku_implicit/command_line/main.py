@@ -208,8 +208,8 @@ def _with_trained(params: Params, path: str) -> Params:
     run = load(path)
     if not isinstance(run, Mapping):
         raise ValueError(
-            f"{path}: expected the arrays that hki.freeze returned, or a run that has them as 'trained', "
-            f"got {type(run).__name__}. --adapter=FILE takes an adapter"
+            f"{path}: expected the arrays that hki.freeze returned, or a run that has them as "
+            f"'trained', got {type(run).__name__}. --adapter=FILE takes an adapter"
         )
     trained = run.get("trained", run)
     try:

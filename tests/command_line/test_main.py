@@ -125,11 +125,11 @@ def test_merge_of_the_arrays_that_freeze_trains(folder, capsys):
     code, _, err = run(capsys, "merge", "less", "new", "--trained=alone")
     assert code == 1 and "alone: params: expected model/layer_0/w_lora_a in the shape" in err[0]
     hki.save("list", [1, 2])
-    hki.save("adapter", hki.get_adapter(hki.load("tuned")))
+    hki.save("apart", hki.get_adapter(hki.load("tuned")))
     for other, message in {
         "model": "params: model/layer_0/w",
         "list": "expected the arrays that hki.freeze returned, .* got list",
-        "adapter": "expected the arrays .* got AdapterParts. --adapter=FILE takes an adapter",
+        "apart": "expected the arrays .* got AdapterParts. --adapter=FILE takes an adapter",
     }.items():
         code, _, err = run(capsys, "merge", "tuned", "new", f"--trained={other}")
         assert code == 1 and re.search(f"error: {other}: {message}", err[0])
