@@ -167,18 +167,20 @@ def test_memory_by_method(flags):
     assert all(row[-1] == "s" for row in rows.values())
 
 
+def printed_by(benchmark, *flags):
+    """The lines that a benchmark prints."""
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", *flags]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.splitlines()
+
+
 @pytest.mark.slow
 def test_the_program_is_as_by_hand():
     """LoRA of this library takes the memory of LoRA that is written into the model."""
     own = [f"--repo={STAND_IN}", "--rank=4", "--rounds=1"]
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.alphagenome_by_hand", *own],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    ratios = {x.split("by hand")[0].strip(): float(x.split()[-1]) for x in run.stdout.splitlines()}
+    printed = printed_by("alphagenome_by_hand", *own)
+    ratios = {x.split("by hand")[0].strip(): float(x.split()[-1]) for x in printed}
     assert set(ratios) == {"traced", "lowered", "compiled", "MB of temporaries"}
     assert 0.9 < ratios["MB of temporaries"] < 1.1 and ratios["compiled"] < 2
 
@@ -187,14 +189,8 @@ def test_the_program_is_as_by_hand():
 def test_weights_of_all_shapes_share_a_program():
     """Quantizing in groups compiles one program for weights of all shapes."""
     own = [f"--repo={STAND_IN}", "--rank=4", "--group_size=32", "--ways=preset,int8,nf4"]
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.alphagenome_made", *own],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    rows = {x.split()[0]: x.split() for x in run.stdout.splitlines()[1:]}
+    printed = printed_by("alphagenome_made", *own)
+    rows = {x.split()[0]: x.split() for x in printed[1:]}
     assert rows["nf4"][-1] == "1" and int(rows["preset"][-1]) < 8
     assert int(rows["int8"][1]) == int(rows["nf4"][1]) > 8
 

@@ -81,15 +81,20 @@ def wheel_of(folder):
     return wheel
 
 
+def has_kernels():
+    """Whether a wheel that is made here has kernels: for Linux on x86-64 and aarch64, by a compiler."""
+    known = platform.system() == "Linux" and platform.machine() in targets.TARGETS
+    return known and shutil.which("c++") is not None
+
+
 @pytest.mark.slow
 def test_a_wheel_needs_no_compiler(tmp_path):
-    if platform.system() != "Linux" or platform.machine() not in targets.TARGETS:
-        pytest.skip("wheels have kernels for Linux on x86-64 and aarch64")
-    if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler makes the wheel")
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     wheel = wheel_of(tmp_path / "one")
+    if not has_kernels():
+        assert wheel.name.endswith("-py3-none-any.whl")
+        return
     assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     assert wheel.stat().st_size < 3e6
     assert wheel.read_bytes() == wheel_of(tmp_path / "two").read_bytes()  # (reproducible)
