@@ -19,7 +19,7 @@ from haiku_implicit.core.predicates import Targets, check_list, no_match, path_o
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import container, dtypes
 from haiku_implicit.files import structure as structures
-from haiku_implicit.files.checksums import crc_beside
+from haiku_implicit.files.checksums import checksum_beside
 from haiku_implicit.files.container import CheckpointError, File
 from haiku_implicit.files.file_types import open_container
 from haiku_implicit.files.matching import check_like
@@ -207,16 +207,17 @@ class Source:
         """Reads and checks one tensor of an array."""
         file = self.files[part.file]
         data = file.bytes_of(part.name)
-        crc = None if part.crc is None else crc_beside(data)
+        written = part.checksum
+        checksum = None if written is None else checksum_beside(data, written.kind)
         array, error = None, None
         try:
             array = dtypes.array_of(data, leaf.dtype, part.shape, weak_type, as_numpy)
         except ValueError as e:
             error = e
-        if crc is not None and (found := crc()) != part.crc:
+        if checksum is not None and (found := checksum()) != written:
             raise CheckpointError(
-                f"{file.path}: {part.name}: its bytes have the checksum {found:08x}, and had "
-                f"{part.crc:08x} when they were written; the file is damaged"
+                f"{file.path}: {part.name}: its bytes have the checksum {found}, and had "
+                f"{written} when they were written; the file is damaged"
             )
         if error is not None:
             raise CheckpointError(f"{file.path}: {part.name}: {error}")

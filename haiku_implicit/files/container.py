@@ -23,8 +23,8 @@ METADATA = "__metadata__"
 ENTRY = "haiku_implicit"
 CHECKSUM = "haiku_implicit.crc32"
 PART = "haiku_implicit.part_of"
-# Versions of the format. The second one allows arrays in parts.
-VERSIONS = (1, 2)
+# Versions of the format. The second one allows arrays in parts, the third has other checksums.
+VERSIONS = (1, 2, 3)
 
 # The format's own limit.
 _MAX_HEADER = 100_000_000

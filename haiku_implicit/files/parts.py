@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from haiku_implicit.core.typing import Json
+from haiku_implicit.files.checksums import KINDS, WRITTEN, Checksum
 from haiku_implicit.files.container import CheckpointError, is_shape
 
 Box = tuple[tuple[int, int], ...]  # the first index along each axis, and the one after the last
@@ -22,14 +23,14 @@ class Part(NamedTuple):
       file: the index of its file.
       start: the first index along each axis.
       shape: the number of indices along each axis.
-      crc: the CRC-32 of its bytes; None if it is unknown.
+      checksum: the checksum of its bytes; None if it is unknown.
     """
 
     name: str
     file: int
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    crc: int | None = None
+    checksum: Checksum | None = None
 
     @property
     def box(self) -> Box:
@@ -44,11 +45,17 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 def parts_to_json(parts: Sequence[Part]) -> Json:
     """Converts parts to JSON."""
-    names = ("array", "file", "start", "shape", "crc32")
+    names = ("array", "file", "start", "shape")
     return [
-        dict(zip(names, (name, file, list(start), list(shape), f"{crc or 0:08x}"), strict=True))
-        for name, file, start, shape, crc in parts
+        dict(zip(names, (name, file, list(start), list(shape)), strict=True))
+        | checksum_to_json(checksum)
+        for name, file, start, shape, checksum in parts
     ]
+
+
+def checksum_to_json(checksum: Checksum | None) -> dict[str, str]:
+    """Converts the checksum that `save` writes to JSON, in a length that does not depend on it."""
+    return {WRITTEN: str(checksum or Checksum(WRITTEN, 0))}
 
 
 def part_from_json(row: Mapping[str, Any], where: str) -> Part:
@@ -57,7 +64,9 @@ def part_from_json(row: Mapping[str, Any], where: str) -> Part:
     Raises:
       CheckpointError: if it is not valid.
     """
-    name, file, crc = row.get("array"), row.get("file"), row.get("crc32")
+    name, file = row.get("array"), row.get("file")
+    kind = next((kind for kind in KINDS if kind in row), WRITTEN)
+    checksum = row.get(kind)
     if not isinstance(name, str) or type(file) is not int:
         raise CheckpointError(f"{where}: not the description of an array: {row!r:.80}")
     shape: Any = row.get("shape")
@@ -66,9 +75,9 @@ def part_from_json(row: Mapping[str, Any], where: str) -> Part:
         raise CheckpointError(f"{where}: {shape!r:.80} is not the shape of an array")
     if not is_shape(start) or len(start) != len(shape):
         raise CheckpointError(f"{where}: {start!r:.80} is not a place in an array {shape}")
-    if not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
-        raise CheckpointError(f"{where}: {crc!r:.80} is not a checksum")
-    return Part(name, file, tuple(start), tuple(shape), int(crc, 16))
+    if not isinstance(checksum, str) or not re.fullmatch("[0-9a-f]{8}", checksum):
+        raise CheckpointError(f"{where}: {checksum!r:.80} is not a checksum")
+    return Part(name, file, tuple(start), tuple(shape), Checksum(kind, int(checksum, 16)))
 
 
 def parts_from_json(data: Json, shape: tuple[int, ...], where: str) -> tuple[Part, ...]:

@@ -21,14 +21,14 @@ from haiku_implicit.core import progress
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import container, dtypes, replacing
 from haiku_implicit.files import structure as structures
-from haiku_implicit.files.checksums import crc_beside
+from haiku_implicit.files.checksums import WRITTEN, Checksum, checksum_beside
 from haiku_implicit.files.container import CHECKSUM, ENTRY, PART, VERSIONS, CheckpointError
 from haiku_implicit.files.parts import Box, Part, box_of
 from haiku_implicit.files.structure import Leaf, Structure, leaves_of, with_leaves
 
 Path = str | os.PathLike[str]
 # The key for checksums in a file of parts, which the writer of the main file reads.
-_CRCS = "haiku_implicit.crcs"
+_CHECKSUMS = "haiku_implicit.checksums"
 _LEADER = 0
 
 
@@ -108,7 +108,7 @@ def _save(
     """
     spread = any(map(is_spread, arrays.values()))
     me = jax.process_index() if spread else _LEADER
-    plan, crcs = _planned(structure, arrays, max_shard_bytes), dict[str, int]()
+    plan, checksums = _planned(structure, arrays, max_shard_bytes), dict[str, Checksum]()
     path, count = os.path.realpath(given), len(plan.files) - 1
     agreed = functools.partial(_agreed, path, spread)
     with contextlib.ExitStack() as stack:
@@ -127,12 +127,12 @@ def _save(
             with agreed("write its part"):
                 part = {PART: f"{os.path.basename(path)}, save {number}"}
                 for name, tensors in own.items():
-                    _write(name, tensors, part, crcs, spread)
+                    _write(name, tensors, part, checksums, spread)
                 if own:
                     replacing.sync_folder(path)
             with agreed("write the main file"):
                 if main is not None:
-                    _finish(main, path, number, plan, names, crcs)
+                    _finish(main, path, number, plan, names, checksums)
         except BaseException:
             if main is None or os.path.exists(main.name):  # else it is the checkpoint by now
                 for name in [*own, main.name] if main else own:
@@ -175,36 +175,46 @@ def _agreed(path: str, spread: bool, what: str) -> Iterator[None]:
 
 
 def _write(
-    name: str, tensors: list[_Stored], part: dict[str, str], crcs: dict[str, int], spread: bool
+    name: str,
+    tensors: list[_Stored],
+    part: dict[str, str],
+    checksums: dict[str, Checksum],
+    spread: bool,
 ) -> None:
     """Writes a file next to the main one, with its checksums if another process may write that."""
 
     def known() -> dict[str, str]:
-        texts = {tensor.name: f"{crcs.get(tensor.name, 0):08x}" for tensor in tensors}
-        return part | ({_CRCS: json.dumps(texts)} if spread else {})
+        zero = Checksum(WRITTEN, 0)
+        texts = {tensor.name: str(checksums.get(tensor.name, zero)) for tensor in tensors}
+        return part | ({_CHECKSUMS: json.dumps(texts)} if spread else {})
 
     with open(name, "xb") as file:
-        _write_file(file, tensors, crcs, known)
+        _write_file(file, tensors, checksums, known)
 
 
 def _finish(
-    main: BinaryIO, path: str, number: str, plan: _Plan, names: list[str], crcs: dict[str, int]
+    main: BinaryIO,
+    path: str,
+    number: str,
+    plan: _Plan,
+    names: list[str],
+    checksums: dict[str, Checksum],
 ) -> None:
     """Writes the main file, with own checksums and those in the files of other processes."""
     for name, writer in zip(names, plan.writers[1:], strict=True):
         if writer == _LEADER:
             continue
         try:
-            texts = json.loads(container.File(name).metadata[_CRCS])
+            texts = json.loads(container.File(name).metadata[_CHECKSUMS])
         except FileNotFoundError:
             raise CheckpointError(
                 f"{name}: process {writer} has written it, and process {_LEADER} does not see it. Save "
                 "to a folder that all processes share"
             ) from None
-        crcs |= {tensor: int(crc, 16) for tensor, crc in texts.items()}
+        checksums |= {tensor: Checksum(WRITTEN, int(x, 16)) for tensor, x in texts.items()}
     files = [os.path.basename(name) for name in names]
-    metadata = functools.partial(_main_metadata, plan.structure, crcs, number, files)
-    _write_file(main, plan.files[0], crcs, metadata)
+    metadata = functools.partial(_main_metadata, plan.structure, checksums, number, files)
+    _write_file(main, plan.files[0], checksums, metadata)
     replacing.commit(main, path)
     replacing.sync_folder(path)
 
@@ -215,10 +225,10 @@ def _finish(
 def _write_file(
     file: BinaryIO,
     tensors: Sequence[_Stored],
-    crcs: dict[str, int],
+    checksums: dict[str, Checksum],
     metadata: Callable[[], Mapping[str, str]],
 ) -> None:
-    """Writes tensors to disk one by one, and adds their checksums to `crcs`.
+    """Writes tensors to disk one by one, and adds their checksums to `checksums`.
 
     The header precedes them and may contain the checksums: it is written again at the end, with the
     same length.
@@ -231,9 +241,9 @@ def _write_file(
 
     def write(tensor: _Stored) -> None:
         data = tensor.read()
-        crc = crc_beside(data)
+        checksum = checksum_beside(data)
         file.write(data.data)
-        crcs[tensor.name] = crc()
+        checksums[tensor.name] = checksum()
 
     with progress.bar("saving", len(table)) as run:
         for tensor in ordered:
@@ -247,24 +257,23 @@ def _write_file(
 
 
 def _main_metadata(
-    structure: Structure, crcs: Mapping[str, int], number: str, names: Sequence[str]
+    structure: Structure, checksums: Mapping[str, Checksum], number: str, names: Sequence[str]
 ) -> dict[str, str]:
     """The metadata of a main file.
 
     Args:
       structure: the tree's structure.
-      crcs: the tensors' checksums by name; 0 stands for unknown ones.
+      checksums: the tensors' checksums by name, as far as they are known.
       number: the number of the save.
       names: the names of the further files.
     """
 
     def known(leaf: Leaf) -> Leaf:
-        parts = (part._replace(crc=crcs.get(part.name, 0)) for part in leaf.tensors)
+        parts = (part._replace(checksum=checksums.get(part.name)) for part in leaf.tensors)
         return leaf._replace(parts=tuple(parts))
 
-    version = VERSIONS[any(len(leaf.parts) > 1 for leaf in leaves_of(structure))]
     tree = structures.to_json(with_leaves(structure, known))
-    found = {"version": version, "save": number, "files": list(names), "tree": tree}
+    found = {"version": VERSIONS[-1], "save": number, "files": list(names), "tree": tree}
     text = json.dumps(found, separators=(",", ":"))
     return {ENTRY: text, CHECKSUM: f"{zlib.crc32(text.encode()):08x}"}
 

@@ -25,7 +25,13 @@ from haiku_implicit.core.array import (
 from haiku_implicit.core.typing import Array, Json, Tree, TreeDef
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import METADATA, CheckpointError, is_shape
-from haiku_implicit.files.parts import Part, part_from_json, parts_from_json, parts_to_json
+from haiku_implicit.files.parts import (
+    Part,
+    checksum_to_json,
+    part_from_json,
+    parts_from_json,
+    parts_to_json,
+)
 
 _FLAT: type = type(hk.data_structures.to_immutable_dict({}))
 
@@ -313,7 +319,8 @@ def to_json(structure: Structure) -> Json:
     if isinstance(structure, Leaf):
         (first, *more), weak_type = structure.tensors, structure.weak_type
         found: dict[str, Any] = {"array": structure.name, "dtype": structure.dtype}
-        found |= {"shape": list(structure.shape), "crc32": f"{0 if more else first.crc or 0:08x}"}
+        found |= {"shape": list(structure.shape)}
+        found |= checksum_to_json(None if more else first.checksum)
         found |= {"weak_type": True} if weak_type else {}
         if more:
             return found | {"parts": parts_to_json(structure.parts)}

@@ -1,7 +1,9 @@
 """Files that are damaged, or were made to do harm: one clear error, and no more memory than they have."""
 
 import random
+import struct
 import tracemalloc
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,13 @@ import pytest
 import safetensors.numpy
 
 import haiku_implicit as hki
+from haiku_implicit.files.checksums import sums32
 from tests.files.by_hand import CHECKSUM, ENTRY, change, header_of, item, tree, write
 from tests.tiers import few
 
 pytestmark = pytest.mark.usefixtures("may_be_dense")
+
+_BLOCK = 128 * 1021 * 8  # bytes, of which a checksum takes sums
 
 
 def same(a, b):
@@ -79,6 +84,63 @@ def test_the_error_names_the_key_and_the_way_out(path):
         hki.load(path, numpy=True)
 
 
+def test_checksums_are_of_sums_of_columns():
+    data = np.random.default_rng(0).integers(0, 256, 2 * _BLOCK + 5, dtype=np.uint8)
+    found = 0
+    for block in (data[:_BLOCK], data[_BLOCK : 2 * _BLOCK]):
+        words = struct.unpack(f"<{128 * 1021}Q", block.tobytes())
+        sums = [sum(words[i::1021]) % 2**64 for i in range(1021)]
+        found = zlib.crc32(struct.pack("<1021Q", *sums), found)
+    found = zlib.crc32(data[2 * _BLOCK :].tobytes(), found)
+    assert sums32(data) == found
+    assert sums32(np.concatenate([data[:3], data])[3:]) == found  # (not aligned)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "size"),
+    [(0, 4096, 4096), (512, 1 << 20, 512), (0, _BLOCK, _BLOCK), (8, 2 * _BLOCK - 8, 8)],
+)
+def test_bytes_in_other_places_have_another_checksum(first, second, size):
+    data = np.random.default_rng(0).integers(0, 256, 2 * _BLOCK + 5, dtype=np.uint8)
+    moved = data.copy()
+    moved[first : first + size] = data[second : second + size]
+    moved[second : second + size] = data[first : first + size]
+    assert sums32(moved) != sums32(data)
+
+
+@pytest.mark.parametrize("byte", [0, _BLOCK - 1, _BLOCK + 8168, 2 * _BLOCK + 4])
+def test_a_changed_bit_changes_the_checksum(byte):
+    data = np.zeros(2 * _BLOCK + 5, np.uint8)
+    changed = data.copy()
+    changed[byte] = 128
+    assert sums32(changed) != sums32(data)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_file_of_version_1(path, damaged):
+    """What `save` wrote before version 3: a CRC-32 of all bytes of each tensor."""
+    rows, data = header_of(path)
+
+    def replace(node):
+        if isinstance(node, list):
+            return [*map(replace, node)]
+        if not isinstance(node, dict):
+            return node
+        if node.pop("sums32", None):
+            node["crc32"] = f"{zlib.crc32(data[slice(*rows[node['array']]['data_offsets'])]):08x}"
+        return {key: replace(value) for key, value in node.items()}
+
+    wanted = hki.load(path)
+    change(path, lambda meta: replace(meta) | {"version": 1})
+    if not damaged:
+        assert same(hki.load(path), wanted)
+        return
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(hki.CheckpointError, match="its bytes have the checksum"):
+        hki.load(path)
+
+
 # --- files that were made by hand ----------------------------------------------------------------
 
 
@@ -88,7 +150,7 @@ B = "mlp/~/linear/b"
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda m: m.update(version=3), "version 3 of the format; this haiku_implicit reads versions up to 2"),
+        (lambda m: m.update(version=4), "version 4 of the format; this haiku_implicit reads versions up to 3"),
         (lambda m: m.update(version=True), "version True"),
         (lambda m: m.pop("version") and None, "version None"),
         (lambda m: m.pop("tree") and None, "the tree: expected a table in the structure, found False"),
@@ -122,8 +184,8 @@ B = "mlp/~/linear/b"
         (lambda m: item(m, 0, 1).update(dtype="object"), "does not know the dtype 'object'"),
         (lambda m: item(m, 0, 1).update(dtype=[]), r"does not know the dtype \[\]"),
         (lambda m: item(m, 0, 1).update(dtype="key:x"), "does not know the dtype 'key:x'"),
-        (lambda m: item(m, 0, 1).update(crc32="0"), "'0' is not a checksum"),
-        (lambda m: item(m, 0, 1).update(crc32="00000000"), "mlp/~/linear/b: its bytes have the checksum"),
+        (lambda m: item(m, 0, 1).update(sums32="0"), "'0' is not a checksum"),
+        (lambda m: item(m, 0, 1).update(sums32="00000000"), "mlp/~/linear/b: its bytes have the checksum"),
         (lambda m: item(m, 0, 1).update(file=1), "mlp/~/linear/b: is in a file number 1; there is none"),
         (lambda m: item(m, 0, 1).update(file=-1), "mlp/~/linear/b: is in a file number -1; there is none"),
         (lambda m: item(m, 0, 1).update(file=0.0), "mlp/~/linear/b: not the description"),

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
 from haiku_implicit.files import dtypes, replacing, saving
+from haiku_implicit.files.checksums import Checksum
 from haiku_implicit.files.parts import Part, assembled, parts_from_json, parts_to_json
 from haiku_implicit.files.saving import number_in
 from tests.devices import run_on_devices, run_together
@@ -205,7 +206,7 @@ WRONG = {
     "not a part": lambda parts: parts.__setitem__(0, 3),
     "no name": lambda parts: parts[0].pop("array"),
     "another rank": lambda parts: parts[0].update(start=[0, 0]),
-    "no checksum": lambda parts: parts[0].update(crc32="x"),
+    "no checksum": lambda parts: parts[0].update(sums32="x"),
     "no file": lambda parts: parts[0].update(file=99),
     "no number of a file": lambda parts: parts[0].pop("file"),
     "no place": lambda parts: parts[0].pop("start"),
@@ -243,7 +244,7 @@ def test_boxes_of_parts():
     whole = np.arange(42).reshape(6, 7)
     cuts = [[0, 2, 5, 6], [0, 3, 7]]
     parts = [
-        Part(f"{i},{j}", 1, (i, j), (k - i, n - j), 0)
+        Part(f"{i},{j}", 1, (i, j), (k - i, n - j), Checksum("sums32", 0))
         for i, k in itertools.pairwise(cuts[0])
         for j, n in itertools.pairwise(cuts[1])
     ]

@@ -5,7 +5,10 @@ import math
 import zlib
 from typing import Any
 
+import numpy as np
+
 from haiku_implicit.files import dtypes
+from haiku_implicit.files.checksums import sums32
 from haiku_implicit.files.container import CHECKSUM, ENTRY, METADATA, WIDTHS, is_shape
 from tests.fuzzing import mutations
 
@@ -131,7 +134,7 @@ def _fit(leaf: dict[str, Any], old: Any, tensors: Any, tables: Any, draw: Any) -
         tensors[file][key] = data
         offsets = [start, start + size]
         tables[file][key] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-        part["crc32"] = f"{zlib.crc32(data):08x}"
+        part["sums32"] = f"{sums32(np.frombuffer(data, np.uint8)):08x}"
 
 
 def _retyped(rows: dict[str, Any], payload: bytes, draw: Any) -> tuple[dict[str, Any], bytes]:

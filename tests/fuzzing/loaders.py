@@ -153,7 +153,7 @@ def _parted() -> list[Files]:
     meta = json.loads(rows["__metadata__"]["haiku_implicit"])
     [leaf] = [x for x in meta["tree"]["items"] if x["array"] == "a"]
     leaf["parts"] = [
-        {"array": f"a[{i}]", "file": 0, "start": [i, 0], "shape": [2, 2], "crc32": "00000000"}
+        {"array": f"a[{i}]", "file": 0, "start": [i, 0], "shape": [2, 2], "sums32": "00000000"}
         for i in (0, 2, 4)
     ]
     draw = _Never()
