@@ -152,9 +152,15 @@ def _check_names(primitive: Primitive, names: Collection[str], types: Iterable[A
     name, every = primitive.name, new_equations()
     if name not in every:
         every[name] = _made_of(primitive, types)
-    known = [frozenset(eqn.params) for eqn in every[name]]
-    if known:  # else JAX checks them all
-        _require_names(name, names, known[0].intersection(*known), known[0].union(*known))
+    if known := _known_names(name):  # else JAX checks them all
+        _require_names(name, names, *known)
+
+
+@functools.cache
+def _known_names(name: str) -> tuple[frozenset[str], ...]:
+    """The names that all new equations of a primitive have, and that any has; nothing without any."""
+    known = [frozenset(eqn.params) for eqn in new_equations()[name]]
+    return (known[0].intersection(*known), known[0].union(*known)) if known else ()
 
 
 def _require_names(
@@ -168,6 +174,8 @@ def _require_names(
       required: the names that must be present.
       allowed: the names that may also be present.
     """
+    if names == required:
+        return
     missing = sorted({*required} - {*names})
     foreign = sorted({*names} - {*required, *allowed})
     for verb, wrong in (("has to have", missing), ("does not have", foreign)):
@@ -205,7 +213,7 @@ def to_file(
         )
     if primitive.name not in _FORMS:
         try:
-            _check_names(primitive, params, (x.aval for x in operands))
+            _check_names(primitive, params.keys(), (x.aval for x in operands))
         except ValueError as e:  # bound by hand, otherwise than JAX's functions bind it
             raise Unsaveable(str(e)) from e
         return params
@@ -242,9 +250,9 @@ def from_file(
     primitive = one_of(primitives(), "primitive in files", name)
     types = list(map(jax.typeof, operands))
     if name in _FORMS:
-        _require_names(name, params, *_FORMS[name])
+        _require_names(name, params.keys(), *_FORMS[name])
     else:
-        _check_names(primitive, params, types)
+        _check_names(primitive, params.keys(), types)
     if name in ("jit", "scan", "while"):
         _check_kinds(name, params, types)
     if name in _CHECKS:
