@@ -12,6 +12,7 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 PROGRAMS = [
     "coming_from.md",
     "dispatch.md",
+    "neighbors.md",
     "own_type.md",
     "quick_start.md",
     "recipes.md",
