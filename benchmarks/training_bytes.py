@@ -27,7 +27,7 @@ IMAGE = ROOT / "docs" / "images" / "training_bytes.svg"
 SMOLLM2 = llama.LlamaConfig(
     vocab_size=49_152, dim=576, num_layers=30, num_heads=9, num_kv_heads=3, hidden_dim=1536
 )
-RANK, GROUP = 8, 64
+RANK, GROUP = 8, 32  # as in the three lines on that page
 PARTS = {
     "weights": "#4c78a8",
     "LoRA": "#e45756",
@@ -48,7 +48,7 @@ def ways() -> dict[str, Callable[[Any, jax.Array], Any]]:
     """The three ways, each as a function of dense parameters and a key."""
 
     def lora(params: Any, key: jax.Array) -> Any:
-        return hki.add_lora(params, key, rank=RANK, targets=".*_proj/w")
+        return hki.add_lora(params, key, rank=RANK)
 
     def qlora(params: Any, key: jax.Array) -> Any:
         return lora(hki.quantize_params(params, dtype="int4", group_size=GROUP), key)
