@@ -1,7 +1,12 @@
-"""The messages that `docs/sharp_edges.md` explains are those that people see, and the ways out work."""
+"""The messages that `docs/errors.md` explains are those that people see, and the ways out work."""
 
+import dataclasses
+import logging
+import pathlib
 import re
+import tempfile
 import warnings
+from unittest import mock
 
 import haiku as hk
 import jax
@@ -9,9 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
-from tests.pages import DOCS
+from haiku_implicit.core import serialization
+from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.messages import imported
+from haiku_implicit.quantized.cpu import build
+from tests.pages import DOCS, ROOT
 
 PARAMS = {"a": {"w": jnp.ones((8, 8))}}
 X = jnp.ones((2, 8))
@@ -49,6 +60,128 @@ def cast(params, dtype):
 def batch_norm():
     norm = lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=False)  # noqa: E731
     hk.transform_with_state(norm).init(jax.random.key(0), X)
+
+
+def a_model(params=PARAMS):
+    """A model that `hki.freeze` takes, and the arrays that it trains."""
+    model = hk.transform(lambda x: hk.Linear(8, name="a", with_bias=False)(x))
+    return hki.freeze(model, params)
+
+
+def step(of_optimizer, of_state, of_grads):
+    """A step with a bias, and `trainable_dense=` of the optimizer, its state and the gradients."""
+    params = {**LORA, "b": {"b": jnp.ones(8)}}
+    loss = lambda p: product(p) + p["b"]["b"].sum()  # noqa: E731
+    optimizer, other = (
+        hki.freeze_declared(optax.adam(0.1), trainable_dense=dense)
+        for dense in (of_optimizer, of_state)
+    )
+    grads = hki.grad(loss, trainable_dense=of_grads)(params)
+    optimizer.update(grads, other.init(params), params)
+
+
+LORA = hki.add_lora(PARAMS, 0, rank=2)
+MESH = AbstractMesh((3,), ("d",))
+ATTENTION = hk.without_apply_rng(
+    hk.transform(
+        lambda x: jnp.einsum("xi,ihw->xhw", x, hk.get_parameter("w", (8, 2, 6), init=jnp.ones))
+    )
+)
+STATIC = hki.quantization.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+MOX = hki.mox.make_mox(
+    hk.without_apply_rng(hk.transform(lambda x: hk.Linear(8, False, name="a")(x)))
+)(X)
+
+
+def reading(change=lambda data: data, name="x.safetensors", tree=PARAMS, **options):
+    """Writes a file, changes its bytes, and reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / name
+        hki.save(path, tree)
+        path.write_bytes(change(path.read_bytes()))
+        hki.load(path, **options)
+
+
+def of_unknown_type():
+    def forgotten(data):
+        patch.start()
+        return data
+
+    patch = mock.patch.object(serialization, "node_named", lambda name: None)
+    try:
+        reading(forgotten, tree=LORA)
+    finally:
+        patch.stop()
+
+
+def saving(x):
+    with tempfile.TemporaryDirectory() as folder:
+        hki.save(pathlib.Path(folder) / "x.safetensors", {"a": x})
+
+
+@dataclasses.dataclass
+class Wrong(ImplicitArray):
+    """A type that says another shape than it makes."""
+
+    x: jax.Array
+
+    def compute_shape(self):
+        return (5,)
+
+    def compute_dtype(self):
+        return self.x.dtype
+
+    def materialize(self):
+        return self.x
+
+
+def wrong_rule(kind):
+    """A rule of a type of its own, so that no other test sees it."""
+
+    @dataclasses.dataclass
+    class Own(ImplicitArray):
+        x: jax.Array
+
+        def materialize(self):
+            return self.x
+
+    @hki.primitive_handler("sin")
+    def sin(primitive, x: Own, **params):
+        return None if kind == "none" else jnp.ones(2)
+
+    return lambda: hki.use_implicit_args(jnp.sin)(Own(jnp.ones(3)))
+
+
+def logged():
+    """Raises the text that the log has without a compiler."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("absl")
+    log.addHandler(handler)
+    try:
+        with mock.patch.object(build, "register", side_effect=build.BuildError("no C++ compiler")):
+            build._registered.__wrapped__()
+    finally:
+        log.removeHandler(handler)
+    raise RuntimeError(*lines)
+
+
+@jax.tree_util.register_pytree_node_class
+class Flat:
+    """A container that keeps its leaves flat, and is not a mapping."""
+
+    def __init__(self, tree):
+        self.leaves, self.treedef = jax.tree.flatten(tree)
+
+    def tree_flatten(self):
+        return self.leaves, self.treedef
+
+    @classmethod
+    def tree_unflatten(cls, treedef, leaves):
+        new = object.__new__(cls)
+        new.leaves, new.treedef = list(leaves), treedef
+        return new
 
 
 # JAX has the first one up to 0.9, then the second one.
@@ -95,8 +228,100 @@ MISTAKES = {
         trained(2), optax.adam(0.1).init(trained(2)), trained(2)
     ),
     "No value for 'average'": batch_norm,
+    "a rule for": wrong_rule("two"),
+    "rule ...": wrong_rule("none"),
+    "... has no '...'. Use": lambda: TUNED["a"]["w"].T,
+    "...: a half of ...": lambda: hki.quantize_params(TRAINED),
+    "targets: no parameter is": lambda: hki.add_lora(PARAMS, 0, rank=2, targets=["b/w"]),
+    "exclude: it leaves out": lambda: hki.add_lora(PARAMS, 0, rank=2, targets=".*", exclude=".*"),
+    "targets: all ...": lambda: hki.quantize_params(hki.quantize_params(PARAMS)),
+    "this is LoRA already": lambda: hki.add_lora(LORA, 0, rank=2, targets=".*"),
+    "this is ..., and only": lambda: hki.quantize_params(
+        hki.zero_params(PARAMS, targets=".*"), targets=".*"
+    ),
+    "... needs a floating-point": lambda: hki.quantize_params(
+        {"a": {"b": jnp.ones(8)}}, targets=".*"
+    ),
+    "group_size: expected None": lambda: hki.quantize_params(PARAMS, group_size=3, targets=".*"),
+    "LoRA of rank": lambda: hki.add_lora(PARAMS, 0, rank=9, targets=".*"),
+    "... no adapter, because": lambda: hki.add_lora(
+        {**PARAMS, "b": {"w": jnp.ones((8, 3))}}, 0, rank=4
+    ),
+    "VBLoRA: the weight has": lambda: hki.use_implicit_args(product)(
+        hki.add_adapter(PARAMS, 0, "vblora", rank=1, vector_length=4)
+    ),
+    "bwd_stochastic_rounding": lambda: jax.grad(
+        lambda w: hki.quantization.dot_general(
+            X,
+            w,
+            (((1,), (0,)), ((), ())),
+            rule=hki.quantization.QtRule(
+                weight_qtype="int8", bwd_qtype="int8", bwd_stochastic_rounding="uniform"
+            ),
+        ).sum()
+    )(PARAMS["a"]["w"]),
+    "act_static_scale: there are": lambda: hki.value_and_grad(product)(
+        hki.quantized_training(PARAMS, [STATIC])
+    ),
+    "params: ... is missing": lambda: a_model(LORA)[0].apply(PARAMS, None, X),
+    "params: ... is a trained array": lambda: hki.add_lora(a_model(LORA)[1], 0, rank=2),
+    "model: it is from hki.freeze": lambda: hki.freeze(*a_model(LORA)),
+    "trainable_dense: no array": lambda: a_model(PARAMS),
+    "... the adapter was made for": lambda: hki.set_adapter(
+        {"a": {"w": 2 * PARAMS["a"]["w"]}}, hki.get_adapter(LORA)
+    ),
+    "... the adapter is for this": lambda: hki.set_adapter({}, hki.get_adapter(LORA)),
+    "... the adapter is for shape": lambda: hki.set_adapter(
+        {"a": {"w": jnp.ones((8, 1))}}, hki.get_adapter(LORA), check_base=False
+    ),
+    "digests: ...": lambda: a_model(LORA)[0].check_digests(a_model(TUNED)[0].digests()),
+    "state: ..., which the": lambda: step(True, False, True),
+    "updates: the optimizer": lambda: hki.freeze_declared(optax.adam(0.1)).update(
+        LORA, optax.adam(0.1).init(PARAMS)
+    ),
+    "...: the optimizer trains": lambda: step(True, True, False),
+    "...: there is a gradient": lambda: step(False, False, True),
+    "... it is truncated": lambda: reading(lambda data: data[:-8]),
+    "... not a whole": lambda: reading(lambda data: data[:20]),
+    "... its bytes have": lambda: reading(lambda data: data[:-1] + b"x"),
+    "...: not ..., but": lambda: reading(lambda data: b"GGUF" + data),
+    "this program does not": of_unknown_type,
+    "...: missing in": lambda: reading(like={**PARAMS, "b": jnp.ones(1)}),
+    "...: expected ..., found": lambda: reading(like={"a": {"w": jnp.ones(3)}}),
+    "files cannot hold": lambda: saving(object()),
+    "... can't be saved": lambda: hki.mox.save(
+        "/", hki.mox.make_mox(hk.transform(lambda x, f: f(x)))(X, jnp.sin)
+    ),
+    "... has no values": lambda: hki.materialize(jax.eval_shape(lambda: TUNED)),
+    "... a tracer": lambda: jax.jit(saving)(jnp.ones(2)),
+    "...: pip install": lambda: imported("no_such_module", "it needs no_such", "no_such"),
+    "products with quantized": logged,
+    "....materialize()": lambda: hki.materialize(Wrong(jnp.ones(3))),
+    "... this container": lambda: hki.use_implicit_args(lambda x: x)(Flat(TUNED)),
+    "auto_in_axes: the tree": lambda: hki.auto_in_axes(
+        hk.data_structures.to_immutable_dict(TUNED), 8
+    ),
+    "auto_in_axes: no array": lambda: hki.auto_in_axes(PARAMS, 5),
+    "auto_in_axes: ... is a": lambda: hki.auto_in_axes(
+        {"z": hki.Zeros(shape=(8,), dtype=jnp.float32), "x": X.T}, 8
+    ),
+    "...: no pattern": lambda: hki.shardings(PARAMS, [("b", P())], MESH),
+    "... the mesh has": lambda: hki.shardings(PARAMS, [(".*", P("y"))], MESH),
+    "... can't be cut": lambda: hki.shardings(PARAMS, [(".*", P("d"))], MESH),
+    "... can't be split": lambda: hki.shardings(
+        hki.prepare(ATTENTION, ATTENTION.init(jax.random.key(0), X), X),
+        [(".*", P(None, None, "d"))],
+        MESH,
+    ),
+    "...: the expression": lambda: MOX.apply(PARAMS, X[:, :2]),
+    "state: expected the": lambda: hki.convert_trained(
+        hki.quantized_training(PARAMS, [STATIC]), state={}
+    ),
+    "...: expected ..., got": lambda: hki.LoRA(X, X, X),
 }
 OF_TYPEOF = "Triggering __jax_array__() during abstractification is no longer supported."
+# `test_static_scales.py` sees it.
+NOT_COUNTED = "state: nothing is counted in the statistics of ..."
 OF_JAX_ALONE = "Unable to initialize backend 'tpu'"
 # `test_freeze.py` sees these, on JAX from 0.9 on.
 OF_REFERENCES = [
@@ -105,12 +330,23 @@ OF_REFERENCES = [
 ]
 
 
+def sections(part):
+    """The anchors and messages of the sections of a part of the page."""
+    page = (DOCS / "errors.md").read_text()
+    text = page.partition(f"\n## Messages of {part}\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^### (.+)\n\n((?:- `.*`\n)+)", text, re.MULTILINE)
+    assert len(found) == text.count("\n### ")
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-"): re.findall("- `(.*)`", shown)
+        for title, shown in found
+    }
+
+
+OURS, OTHERS = sections("this library"), sections("JAX, Haiku and optax")
+
+
 def messages():
-    """Those in the first column of the page's table."""
-    page = (DOCS / "sharp_edges.md").read_text()
-    section = page.partition("\n## If you see this message\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?`) \| ", section, re.MULTILINE)
-    return [message for row in rows for message in re.findall(r"`(.*?)`(?:, |$)", row)]
+    return [message for of_one in (OURS | OTHERS).values() for message in of_one]
 
 
 def said(mistake):
@@ -128,13 +364,22 @@ def said(mistake):
 def test_a_message_on_the_page_is_what_people_see(start):
     [message] = [x for x in messages() if x.startswith(start)]
     pattern = ".*".join(re.escape(part.strip()) for part in message.split("..."))
-    assert re.search(pattern, said(MISTAKES[start])), (message, said(MISTAKES[start]))
+    found = said(MISTAKES[start])
+    assert re.search(pattern, found), (message, found)
+    links = [f"(docs/errors.md#{anchor})" for anchor, own in OURS.items() if message in own]
+    assert all(map(found.endswith, links)), (links, found)
+
+
+def test_each_link_leads_to_a_section_and_each_section_has_a_link():
+    sources = [path.read_text() for path in (ROOT / "haiku_implicit").rglob("*.py")]
+    links = {link for text in sources for link in re.findall(r"""see\(["'](.+?)["']\)""", text)}
+    assert links == {*OURS}
 
 
 def test_each_message_is_tried():
     tried = *MISTAKES, OF_ANOTHER_JAX
     rest = [x for x in messages() if not x.startswith(tried)]
-    assert rest == [*OF_REFERENCES, OF_TYPEOF, OF_JAX_ALONE]
+    assert rest == [NOT_COUNTED, *OF_REFERENCES, OF_TYPEOF, OF_JAX_ALONE]
     assert len(messages()) == len(tried) + len(rest)
 
 

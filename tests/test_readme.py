@@ -32,6 +32,7 @@ from tests.pages import (
 def test_the_three_lines_run():
     code, _ = code_blocks(README)[0]
     assert len(code.splitlines()) == 3
+    assert code_blocks(DOCS / "index.md")[0][0] == code
     key, batch = jax.random.key(0), jnp.ones((8, 64))
 
     def forward(x):
@@ -150,7 +151,7 @@ def test_every_page_is_in_the_list_of_pages():
             link = os.path.relpath(page, (DOCS / index).parent)
             assert f"]({link}) |" in (DOCS / index).read_text(), page
         else:
-            assert page.name == "README.md" or f"]({name_of(page)}) |" in listed, page
+            assert page.name in ("README.md", "index.md") or f"]({name_of(page)}) |" in listed, page
 
 
 @pytest.mark.all_slow

@@ -11,6 +11,7 @@ from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import ImplicitArray, IncompleteError
 from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array, Params
 
 # The module and name of the bank in a tree of parameters.
@@ -118,6 +119,7 @@ class VBLoRA(Adapter):
             raise IncompleteError(
                 "VBLoRA: the weight has no vector bank. Put it in with "
                 "haiku_implicit.with_vector_bank(params), within the function that is differentiated"
+                f" {see('ordinary-arrays-inside')}"
             )
         a = _mixed(self.of_a, self.bank, self.top_k)  # [..., n / length, r, length]
         b = _mixed(self.of_b, self.bank, self.top_k)  # [..., r, m / length, length]

@@ -21,7 +21,7 @@ from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
-from haiku_implicit.core.messages import expecting
+from haiku_implicit.core.messages import expecting, see
 from haiku_implicit.core.sharding import padded_spec
 from haiku_implicit.core.typing import (
     Array,
@@ -214,13 +214,17 @@ def _own_alpha(rank: int, alpha: float | None, rank_stabilized: bool) -> float:
 def check_room(w: Array, rank: int) -> None:
     """Raises unless a weight can take LoRA of a rank."""
     if isinstance(w, LoRA):
-        raise ValueError("this is LoRA already; merge_lora it first, or leave it out by exclude=")
+        raise ValueError(
+            "this is LoRA already; merge_lora it first, or leave it out by exclude="
+            f" {see('implicit-already')}"
+        )
     if rank > (room := LoRA.room(w.shape)):
         axes = "hki.prepare(model, params, *args) finds which axes make one matrix. Or give"
         raise ValueError(
             f"LoRA of rank {rank} does not fit; the rank can be {room} at most. "
             f"{axes if len(w.shape) > 2 else 'Give'} a smaller rank=, or leave the parameter out by "
             "exclude="
+            f" {see('a-rank-too-large')}"
         )
 
 

@@ -23,6 +23,7 @@ from haiku_implicit.core.fields import (
     as_shape,
     canonical,
 )
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array, Tree, TreeDef
 
 # The keywords of a class, as the docstring of `ImplicitArray` describes them.
@@ -303,6 +304,7 @@ class ImplicitArray(abc.ABC):
             "dense array with haiku_implicit.materialize(x), or, inside a function that is already "
             "wrapped, use haiku_implicit.box(x). haiku_implicit.apply_updates adds the updates of an "
             "optimizer."
+            f" {see('used-as-dense')}"
         )
         check_complete([self], error)
         raise error
@@ -342,6 +344,7 @@ class ImplicitArray(abc.ABC):
             raise AttributeError(
                 f"{type(self).__name__} has no {name!r}. Use it in a function wrapped in "
                 "haiku_implicit.use_implicit_args, or on haiku_implicit.materialize(x)."
+                f" {see('used-as-dense')}"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -627,6 +630,7 @@ def check_values(name: str, x: Any, error: Exception | None = None) -> None:
         raise TypeError(
             f"{name}: has no values, but is a jax.ShapeDtypeStruct. jax.eval_shape(function, params) "
             "gives the structs of what a function of parameters returns"
+            f" {see('no-values')}"
         ) from error
 
 
@@ -641,6 +645,7 @@ def a_half(name: str, x: Any) -> ValueError:
     return ValueError(
         f"{name}: a half of {type(x).__name__}, as partition returns it. "
         "Put both together first: haiku_implicit.combine(trained, frozen)"
+        f" {see('one-half')}"
     )
 
 
@@ -649,6 +654,7 @@ def _incomplete(x: ImplicitArray, empty: Sequence[str], lost: str) -> Incomplete
     return IncompleteError(
         f"{type(x).__name__}: {is_none}, {lost}. If this is one of the halves that "
         "haiku_implicit.partition returns, put them together again: haiku_implicit.combine"
+        f" {see('one-half')}"
     )
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array, Tree, TreeDef
 
 IsLeaf = Callable[[Any], bool]
@@ -116,4 +117,5 @@ def _check_no_implicit(x: Any, held: Any) -> None:
             f"{type(x).__name__}: this container keeps its leaves flat, beside their structure, so "
             f"that the implicit arrays in it ({', '.join(sorted(found))}) cannot be told from dense "
             "ones. Give a dict, a list or a dataclass that holds the tree itself"
+            f" {see('a-container-with-flat-leaves')}"
         )

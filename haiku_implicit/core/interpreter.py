@@ -28,6 +28,7 @@ from haiku_implicit.core.array import (
 from haiku_implicit.core.bind import bind, is_hashable
 from haiku_implicit.core.caches import Carried, kept
 from haiku_implicit.core.literals import are_literals, as_literal, fold, with_literals
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.sharding import in_type
 from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, Primitive, Result, Tree
 
@@ -227,6 +228,7 @@ def _run_own(
         raise TypeError(
             f"rule {name!r} for {primitive.name} returned None; expected the result, or "
             "NotImplemented for a case that it does not handle"
+            f" {see('a-wrong-result-of-a-rule')}"
         )
     return out
 
@@ -240,6 +242,7 @@ def _check_results(eqn: JaxprEqn, operands: Sequence[Array], results: Sequence[A
     raise TypeError(
         f"a rule for {eqn.primitive.name} of {', '.join(map(_kind, operands))} returned {got}; "
         f"expected arrays, dense or implicit: {', '.join(map(short, avals))}"
+        f" {see('a-wrong-result-of-a-rule')}"
     )
 
 
@@ -319,6 +322,7 @@ def _materialized(x: Array) -> jax.Array:
             f"{type(x).__name__}.materialize() returned {out.dtype}{list(np.shape(out))}, but the "
             f"array says that it is {dtype}{list(shape)}. Correct it, or compute_shape and "
             "compute_dtype"
+            f" {see('a-wrong-result-of-a-rule')}"
         )
     return out
 

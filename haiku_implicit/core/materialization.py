@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 from jax import export
 from jax.extend import source_info_util
 
-from haiku_implicit.core.messages import JAX, LIBRARIES, text_table, warn_caller
+from haiku_implicit.core.messages import JAX, LIBRARIES, see, text_table, warn_caller
 from haiku_implicit.core.typing import Array
 
 Policy = Literal["allow", "warn", "error"]
@@ -85,6 +85,7 @@ class Materialization:
         return (
             f"{self.type_name} {self.dtype}[{shape}] was materialized ({self.nbytes:,} bytes), because "
             f"{self.cause}. {way}{accept}"
+            f" {see('became-dense')}"
         )
 
 

@@ -42,6 +42,11 @@ def warn_caller(message: str) -> None:
     )
 
 
+def see(section: str) -> str:
+    """Returns the end of a message: the link to a section of docs/errors.md, by its anchor."""
+    return f"(docs/errors.md#{section})"
+
+
 def shown(items: list[str], most: int = 5, separator: str = ", ") -> str:
     """Joins the first few items of a list, with the number of those left out."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
@@ -69,7 +74,7 @@ def expecting(sentence: str, error: type[Exception] = ValueError) -> Iterator[No
         yield
     except AssertionError as failed:
         said = _PREFIX.sub(r"chex.\1:", " ".join(str(failed).split()))
-        raise error(f"{sentence} ({said})") from None
+        raise error(f"{sentence} ({said}) {see('arrays-that-do-not-fit')}") from None
 
 
 def imported(module: str, need: str, install: str) -> types.ModuleType:
@@ -86,7 +91,7 @@ def imported(module: str, need: str, install: str) -> types.ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as e:
-        raise ImportError(f"{need}: pip install {install}") from e
+        raise ImportError(f"{need}: pip install {install} {see('a-missing-package')}") from e
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Union
 
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array
 
 # A function of a module's name, a parameter's name and the parameter, like Haiku's own predicates.
@@ -111,7 +112,9 @@ def check_list(argument: str, targets: Any, paths: Sequence[str]) -> None:
         text = item if isinstance(item, str) else item.pattern
         nearest = ", ".join(difflib.get_close_matches(text, paths, n=5, cutoff=0.0))
         what = f"is {text!r}" if _is_name(item) else f"matches {text!r}"
-        raise ValueError(f"{argument}: no parameter {what}. Nearest: {nearest}")
+        raise ValueError(
+            f"{argument}: no parameter {what}. Nearest: {nearest} {see('nothing-matches')}"
+        )
 
 
 def no_match(
@@ -136,10 +139,15 @@ def no_match(
         of_value = "the predicate is true of" if callable(targets) else f"{targets!r} chooses"
         what = f"{count} is {wanted}" if targets is None else f"{of_value} {count}"
         shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
-        return ValueError(f"{argument}: {what}. There are: {shown}")
+        return ValueError(f"{argument}: {what}. There are: {shown} {see('nothing-matches')}")
     pattern = targets if isinstance(targets, str) else targets.pattern
     what = f"{pattern!r} matches {count} (the whole of 'module/name' has to match)"
     if pattern in paths:
-        return ValueError(f"{argument}: {what}. It is a parameter's name: give re.escape of it")
+        return ValueError(
+            f"{argument}: {what}. It is a parameter's name: give re.escape of it"
+            f" {see('nothing-matches')}"
+        )
     nearest = difflib.get_close_matches(pattern, paths, n=5, cutoff=0.0)
-    return ValueError(f"{argument}: {what}. Nearest: {', '.join(nearest or paths)}")
+    return ValueError(
+        f"{argument}: {what}. Nearest: {', '.join(nearest or paths)} {see('nothing-matches')}"
+    )

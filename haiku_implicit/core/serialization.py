@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax import export
 
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Json, Tree, TreeDef
 
 T = TypeVar("T")
@@ -274,6 +275,7 @@ def encode_node(node: Node, aux: Sequence[Any]) -> Json:
             raise TypeError(
                 f"{node.kind.__name__}.{name.lstrip('_')}: a file cannot hold {e}. It "
                 "can hold numbers, texts, bytes, dtypes, None, tuples of these, and quantization rules"
+                f" {see('not-for-files')}"
             ) from None
     return {"children": list(children), "static": static}
 

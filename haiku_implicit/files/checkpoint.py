@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from haiku_implicit.core import progress
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.predicates import Targets, check_list, no_match, path_of, predicate_of
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import container, dtypes
@@ -217,7 +218,7 @@ class Source:
         if checksum is not None and (found := checksum()) != written:
             raise CheckpointError(
                 f"{file.path}: {part.name}: its bytes have the checksum {found}, and had "
-                f"{written} when they were written; the file is damaged"
+                f"{written} when they were written; the file is damaged {see('a-damaged-file')}"
             )
         if error is not None:
             raise CheckpointError(f"{file.path}: {part.name}: {error}")

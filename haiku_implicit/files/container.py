@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from haiku_implicit.core.messages import printable
+from haiku_implicit.core.messages import printable, see
 
 METADATA = "__metadata__"
 # Keys in the metadata of a main file, and of the files next to it.
@@ -122,10 +122,14 @@ def _read_header(path: str, file: BinaryIO, size: int) -> bytes:
         raise CheckpointError(
             f"{path}: not a whole safetensors file: of its {size} bytes a header should take {length}. "
             "If it was not copied completely, copy it again"
+            f" {see('a-damaged-file')}"
         )
     header = file.read(length)
     if len(header) != length:
-        raise CheckpointError(f"{path}: the file became shorter while it was read. Read it again")
+        raise CheckpointError(
+            f"{path}: the file became shorter while it was read. Read it again"
+            f" {see('a-damaged-file')}"
+        )
     return header
 
 
@@ -184,10 +188,12 @@ def _parse(path: str, header: bytes, size: int) -> tuple[dict[str, str], dict[st
             raise CheckpointError(
                 f"{path}: {name}: the file ends at byte {size} of its data, where this should reach to "
                 f"byte {end}: it is truncated. Copy it again"
+                f" {see('a-damaged-file')}"
             )
     if end != size:
         raise CheckpointError(
             f"{path}: {size} bytes of data, where the header tells of {end}; the file is damaged"
+            f" {see('a-damaged-file')}"
         )
     return metadata, tensors
 

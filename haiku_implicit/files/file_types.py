@@ -6,6 +6,7 @@ import stat
 import zipfile
 from typing import NamedTuple
 
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Json
 from haiku_implicit.files import records
 from haiku_implicit.files.container import CheckpointError, File, is_container, parse_json
@@ -215,7 +216,8 @@ def not_a(expected: str, path: str | os.PathLike[str]) -> Exception:
       An `IsADirectoryError` for a folder, a `CheckpointError` otherwise.
     """
     path, kind = os.fspath(path), kind_of(path)
-    text = f"{path}: not {expected}, but {kind.what}. {kind.way_out}"
+    link = see("another-kind-of-file")
+    text = f"{path}: not {expected}, but {kind.what}. {kind.way_out} {link}"
     return IsADirectoryError(text) if os.path.isdir(path) else CheckpointError(text)
 
 

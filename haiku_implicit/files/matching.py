@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from haiku_implicit.core import serialization
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError
@@ -37,12 +38,14 @@ def _compare(found: Structure, wanted: Structure, path: str, where: str) -> None
             shown = structures.joined(path, key, structures.between(wanted.kind))
             raise CheckpointError(
                 f"{where}: {shown}: missing in the file, `like` has {_told(own)} there. {_WAY_OUT}"
+                f" {see('a-file-unlike-like')}"
             )
     for key, child in there.items():
         shown = structures.joined(path, key, structures.between(found.kind))
         if key not in children:
             raise CheckpointError(
                 f"{where}: {shown}: the file has {_told(child)} there, `like` nothing. {_WAY_OUT}"
+                f" {see('a-file-unlike-like')}"
             )
         _compare(child, children[key], shown, where)
     if _text_of(found.static) != _text_of(wanted.static):
@@ -62,6 +65,7 @@ def _by_key(branch: Branch) -> dict[Any, Structure]:
 def _different(path: str, wanted: str, found: str, where: str) -> CheckpointError:
     return CheckpointError(
         f"{where}: {path or 'the tree'}: expected {wanted}, found {found}. {_WAY_OUT}"
+        f" {see('a-file-unlike-like')}"
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from haiku_implicit.core import progress
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import container, dtypes, replacing
 from haiku_implicit.files import structure as structures
@@ -85,7 +86,9 @@ def save(path: Path, tree: Tree, *, max_shard_bytes: int = 2_000_000_000) -> Non
     structure, arrays = structures.describe(tree)
     for name, x in arrays.items():
         if isinstance(x, jax.ShapeDtypeStruct):
-            raise CheckpointError(f"{name}: a ShapeDtypeStruct, which has no values. Give arrays")
+            raise CheckpointError(
+                f"{name}: a ShapeDtypeStruct, which has no values. Give arrays {see('no-values')}"
+            )
     structures.check_readable(structure)
     _save(path, structure, arrays, max_shard_bytes)
 

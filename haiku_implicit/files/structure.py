@@ -22,6 +22,7 @@ from haiku_implicit.core.array import (
     materialized_struct,
     short,
 )
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array, Json, Tree, TreeDef
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import METADATA, CheckpointError, is_shape
@@ -225,6 +226,7 @@ def _describe_array(x: Any, path: str, arrays: dict[str, Array]) -> Leaf:
     if isinstance(x, jax.core.Tracer):
         raise CheckpointError(
             f"{path or 'the tree'}: a tracer, which has no values: save outside of jax.jit"
+            f" {see('no-values')}"
         )
     if isinstance(x, jax.Array) and x.is_deleted():
         raise CheckpointError(f"{path}: the array has been deleted (donated to a function?)")
@@ -285,6 +287,7 @@ def _describe_value(x: Any, path: str) -> Branch:
             f"{path or 'the tree'}: files cannot hold {_called(x)}{because}. They hold arrays, "
             "numbers, texts, bytes, dtypes, None, dicts, lists, tuples, implicit arrays, states of "
             "optax, and named tuples and dataclasses after haiku_implicit.register_tree_type(cls)"
+            f" {see('not-for-files')}"
         ) from None
     return Branch("value", static=encoded)
 
@@ -417,6 +420,7 @@ def _known(kind: str, where: str) -> serialization.Node:
             f"{where}: this program does not know the type {kind!r:.80}. Import the module that "
             "defines it before loading; a named tuple or a dataclass also has to be registered, by "
             "haiku_implicit.register_tree_type"
+            f" {see('an-unknown-type-in-a-file')}"
         )
     return node
 

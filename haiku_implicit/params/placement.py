@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import is_implicit, known_struct
-from haiku_implicit.core.messages import shown, warn_caller
+from haiku_implicit.core.messages import see, shown, warn_caller
 from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.sharding import (
     fitted,
@@ -212,6 +212,7 @@ def _by_patterns(paths: Sequence[str], pairs: Sequence[tuple[Any, Any]]) -> list
             raise ValueError(
                 f"{path}: no pattern matches this whole path, of {known}. A last pair "
                 "('.*', PartitionSpec()) replicates what is left"
+                f" {see('a-split-that-does-not-fit')}"
             )
         found.append(_checked(path, own[0]))
     return found
@@ -221,13 +222,20 @@ def _fits(what: str, shape: Sequence[int], spec: PartitionSpec, mesh: MeshLike) 
     """Raises for a spec with axes that the mesh or the array does not have."""
     unknown = set(names_in(spec)) - set(mesh.shape)
     if unknown:
-        raise ValueError(f"{what}: {spec}: the mesh has {dict(mesh.shape)}, no {sorted(unknown)}")
+        raise ValueError(
+            f"{what}: {spec}: the mesh has {dict(mesh.shape)}, no {sorted(unknown)}"
+            f" {see('a-split-that-does-not-fit')}"
+        )
     if len(names := names_in(spec)) > len(set(names)):
         raise ValueError(
             f"{what}: {spec}: an axis of the mesh splits one axis of an array, not two"
+            f" {see('a-split-that-does-not-fit')}"
         )
     if len(spec) > len(shape):
-        raise ValueError(f"{what}: {spec} is for {len(spec)} axes, the array has {len(shape)}")
+        raise ValueError(
+            f"{what}: {spec} is for {len(spec)} axes, the array has {len(shape)}"
+            f" {see('a-split-that-does-not-fit')}"
+        )
 
 
 def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: MeshLike) -> str | None:
@@ -249,6 +257,7 @@ def _placed(path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: lis
     if reason := _uneven(np.shape(x), spec, mesh):
         raise ValueError(
             f"{what}: {spec}: {reason}. haiku_implicit.place leaves such an axis whole"
+            f" {see('a-split-that-does-not-fit')}"
         )
     if not is_implicit(x):
         return NamedSharding(mesh, spec)
@@ -256,7 +265,7 @@ def _placed(path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: lis
     if specs is NotImplemented:
         raise ValueError(
             f"{what}: {spec}: {type(x).__name__} can't be split so. PartitionSpec() replicates it, as "
-            "haiku_implicit.place does"
+            f"haiku_implicit.place does {see('a-split-that-does-not-fit')}"
         )
     exact = shard_specs(x, spec, mesh) is not NotImplemented
     if not exact and (reason := _not_as_asked(x, specs, spec, mesh)):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats, ranges
@@ -252,6 +253,7 @@ def noise(
             "bwd_stochastic_rounding: it needs a random key in each step; give key= to the function, "
             "or put keys on the weights with with_rounding_key(params, key) within the loss, "
             "differentiated by jax.value_and_grad (hki.value_and_grad calls it with ordinary arrays)"
+            f" {see('ordinary-arrays-inside')}"
         )
     own = tuple(size if i in axes else 1 for i, size in enumerate(shape))
     if method == "uniform":

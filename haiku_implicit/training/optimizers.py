@@ -13,6 +13,7 @@ import optax
 from haiku_implicit.arrays import Zeros
 from haiku_implicit.core.array import ImplicitArray, data_names
 from haiku_implicit.core.containers import opened
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import naming_lost_types
 from haiku_implicit.core.typing import Array, Params, State, Tree, TreeDef
@@ -258,6 +259,7 @@ def _updated(
             f"updates: the optimizer can't take these gradients ({e}). If its state is for other "
             "arrays, give value_and_grad and the optimizer the same trainable_dense=; give update "
             "the parameters, and the error names the first such array"
+            f" {see('another-optimizer-state')}"
         ) from e
 
 
@@ -275,6 +277,7 @@ def _check_state(state: State, wanted: Any) -> None:
     raise ValueError(
         f"state: {found}, which the optimizer {trained}. A state goes with the parameters and the "
         "trainable_dense= that it was made with: give those, or make a new one by init(params)"
+        f" {see('another-optimizer-state')}"
     ) from None
 
 
@@ -288,6 +291,7 @@ def _check_gradients(
                 f"{slot.name}: the optimizer trains this, but its gradient is {gradient!r}. Give the "
                 "optimizer the same trainable_dense= as value_and_grad, or leave this out by "
                 "freeze_subtrees"
+                f" {see('gradients-of-other-arrays')}"
             )
         is_dense = not slot.fields and not is_empty(slot.value) and is_inexact(slot.value)
         if is_dense and is_marked and not is_trained and not is_empty(gradient):
@@ -295,6 +299,7 @@ def _check_gradients(
                 f"{slot.name}: there is a gradient, but trainable_dense= of the optimizer leaves this "
                 "out. Give value_and_grad the same trainable_dense= as the optimizer, or None or Zeros "
                 "in place of this gradient"
+                f" {see('gradients-of-other-arrays')}"
             )
 
 

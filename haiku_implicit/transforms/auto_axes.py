@@ -10,6 +10,7 @@ import numpy as np
 
 from haiku_implicit.core import containers
 from haiku_implicit.core.array import flatten, is_implicit, num_batch_axes, short
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.predicates import Targets, check_list, no_match, path_of, predicate_of
 from haiku_implicit.core.typing import Tree, TreeDef
 
@@ -65,6 +66,7 @@ def auto_in_axes(tree: Tree, size: int, *, exclude: Targets | None = None) -> Tr
         raise TypeError(
             "auto_in_axes: the tree has a mapping that keeps its leaves flat, which cannot have an "
             "axis for some of them alone. Give a dict (hk.data_structures.to_mutable_dict)"
+            f" {see('a-container-with-flat-leaves')}"
         )
     treedef: TreeDef
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_implicit)
@@ -75,6 +77,7 @@ def auto_in_axes(tree: Tree, size: int, *, exclude: Targets | None = None) -> Tr
         raise ValueError(
             f"auto_in_axes: no array has a leading axis of length {size}. There are: "
             f"{', '.join(shapes) or 'no arrays with axes'}"
+            f" {see('no-leading-axis')}"
         )
     excluded = _excluded(leaves, exclude)
     axes = [0 if fits and not out else None for fits, out in zip(fitting, excluded, strict=True)]
@@ -118,4 +121,5 @@ def _check_sliceable(path: str, x: Any) -> None:
         "parameter, name it in exclude=. If it is a batch, use jax.vmap within the wrapped function "
         "(use_implicit_args(lambda *args: jax.vmap(f, auto_in_axes(args, size))(*args))), or make it "
         "dense by haiku_implicit.materialize"
+        f" {see('no-leading-axis')}"
     )

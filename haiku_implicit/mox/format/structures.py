@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.transform import Static
 from haiku_implicit.core.typing import Json, JsonObject, Tree
 from haiku_implicit.mox.format import values
@@ -113,7 +114,7 @@ def _named(what: str, write: Any, x: Any) -> Any:
     try:
         return write(x, values.CONSTANTS)
     except Unsaveable as e:
-        raise ValueError(f"save: {what} can't be saved: {e}") from e
+        raise ValueError(f"save: {what} can't be saved: {e} {see('not-for-files')}") from e
 
 
 def interface_from_json(

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array, Aval, Json, JsonObject
 from haiku_implicit.mox.format import equations, values
 from haiku_implicit.mox.format.derivatives import RULES, NoRule, rules_of
@@ -237,7 +238,9 @@ class _BodyWriter:
         except Unsaveable as e:
             module = self.writer.module
             where = f"module {module!r}" if module else "the model, outside of its modules"
-            raise ValueError(f"save: {node!r} in {where} can't be saved: {e}") from e
+            raise ValueError(
+                f"save: {node!r} in {where} can't be saved: {e} {see('not-for-files')}"
+            ) from e
 
     def _equation(self, node: Equation) -> JsonObject:
         eqn = node.eqn

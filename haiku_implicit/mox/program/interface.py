@@ -16,6 +16,7 @@ from jax.extend.core import Var
 from haiku_implicit.core import transform
 from haiku_implicit.core.array import dense_struct, is_implicit
 from haiku_implicit.core.literals import as_literal
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.transform import Static
 from haiku_implicit.core.typing import Array, Aval, Key, Tree
 from haiku_implicit.mox.program import marks
@@ -317,6 +318,7 @@ def checked(label: str, tree: Static, avals: Sequence[Aval], value: Any) -> list
             if not identical(x, static[0]):
                 raise ValueError(
                     f"{where()}: the expression was made for {static[0]!r}, got {x!r}. {_ANOTHER}"
+                    f" {see('another-expression')}"
                 )
             continue
         aval = next(expected)
@@ -324,6 +326,7 @@ def checked(label: str, tree: Static, avals: Sequence[Aval], value: Any) -> list
         if not is_array(x) or x.shape != aval.shape or x.dtype != aval.dtype:
             raise ValueError(
                 f"{where()}: the expression was made for {_brief(aval)}, got {_brief(x)}. {_ANOTHER}"
+                f" {see('another-expression')}"
             )
         weak = getattr(x, "weak_type", False) and not aval.weak_type
         arrays.append(jax.lax.convert_element_type(x, aval.dtype) if weak else x)
@@ -342,12 +345,14 @@ def _other_structure(label: str, expected: Any, value: Any) -> str:
             return (
                 "the arguments: the expression was made for containers of other classes, which have "
                 f"the same names and fields. {_ANOTHER}, or load it with types="
+                f" {see('another-expression')}"
             )
         label = other[0]
         expected, value = expected.get(label), value[label]
     return (
         f"{label}: the expression was made for {_described(expected)}, got {_described(value)}. "
         f"{_ANOTHER}"
+        f" {see('another-expression')}"
     )
 
 

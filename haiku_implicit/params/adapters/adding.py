@@ -18,7 +18,7 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit
 from haiku_implicit.core.array import data_names, frozen_names, is_implicit
 from haiku_implicit.core.keys import KeySource, as_key_source
-from haiku_implicit.core.messages import shown, warn_caller
+from haiku_implicit.core.messages import see, shown, warn_caller
 from haiku_implicit.core.predicates import Targets, compiled, no_match
 from haiku_implicit.core.typing import Array, DType, Key, Params, Tree
 from haiku_implicit.params.trees import trees
@@ -311,6 +311,7 @@ def _warn_of_large(found: list[str]) -> None:
             "two axes counts as a stack of matrices [..., n, m] with an adapter each. The method "
             "'locon' of add_adapter has one for a whole kernel of a convolution; hki.prepare(model, "
             "params, *args) finds one matrix in other weights; a smaller rank= or exclude= helps, too"
+            f" {see('a-rank-too-large')}"
         )
 
 

@@ -19,6 +19,7 @@ from haiku_implicit.core.array import (
     is_implicit,
 )
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.typing import Array, Params
@@ -221,6 +222,7 @@ def check_paths_of(parameters: Mapping[str, Array], paths: Iterable[str]) -> Non
             raise ValueError(
                 f"{path}: the adapter is for this weight, which is not there. Nearest: "
                 f"{', '.join(nearest)}"
+                f" {see('another-base')}"
             )
 
 
@@ -232,16 +234,19 @@ def check_bases(parameters: Mapping[str, Array], adapter: AdapterParts) -> None:
             raise ValueError(
                 f"{path}: the model that the adapter was made for has this parameter, which is not "
                 "there. check_base=False puts it there all the same"
+                f" {see('another-base')}"
             )
         base = base_of(parameters[path])
         if not _is_traced(base) and digest(base) != wanted:
             raise ValueError(
                 f"{path}: the adapter was made for another base than this {describe(base)}, so that it "
                 "would stand for other numbers. Give it that base, or check_base=False"
+                f" {see('another-base')}"
                 if path in adapter.weights
                 else f"{path}: this parameter was another one where the adapter was taken out, and the "
                 "adapter does not hold it. If it was trained, too, give get_adapter trainable_dense=; "
                 "if the model is another one on purpose, check_base=False"
+                f" {see('another-base')}"
             )
 
 
@@ -253,8 +258,11 @@ def _check_shapes(path: str, base: Array, whole: Any) -> None:
     try:
         shape = jax.eval_shape(lambda x: x.materialize() if has_adapter(x) else x, whole).shape
     except Exception as e:
-        raise ValueError(f"{path}: the adapter does not fit {describe(base)}: {e}") from e
+        raise ValueError(
+            f"{path}: the adapter does not fit {describe(base)}: {e} {see('another-base')}"
+        ) from e
     if tuple(shape) != tuple(base.shape):
         raise ValueError(
             f"{path}: the adapter is for shape {list(shape)}, the base is {describe(base)}"
+            f" {see('another-base')}"
         )

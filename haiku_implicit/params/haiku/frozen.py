@@ -15,7 +15,7 @@ import numpy as np
 from haiku_implicit.arrays.matrix_view import tensor_of
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.messages import see, warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import (
     is_value,
@@ -145,6 +145,7 @@ def freeze(
                 "model: it is from hki.freeze already, and params are the arrays that it trains. Use "
                 "both as they are. trainable_dense= chooses some of these arrays; to freeze anew, give "
                 "model.whole and model.params(params)"
+                f" {see('a-frozen-model')}"
             )
     if not takes_implicit(model) and _has_implicit(params):
         model = transform_implicit(model)
@@ -181,6 +182,7 @@ class Frozen:
             raise ValueError(
                 "model: it is from hki.freeze already. Freeze model.whole, which takes all parameters, "
                 f"or the trained arrays of this model once more ({error})"
+                f" {see('a-frozen-model')}"
             ) from None
 
     def shapes(self) -> tuple[Params, Sequence[bool]]:
@@ -244,10 +246,12 @@ class Frozen:
                 raise ValueError(
                     f"digests: {found} than in the model that they are from. Give hki.freeze the same "
                     "base, quantization, adapter, alpha= and trainable_dense="
+                    f" {see('another-base')}"
                 )
         if len(saved) != len(own):
             raise ValueError(
                 f"digests: they are from a model with {len(saved)} arrays; this one has {len(own)}"
+                f" {see('another-base')}"
             )
 
     def _digests(self) -> list[tuple[str, str, np.ndarray]]:
@@ -378,6 +382,7 @@ class _Halves(NamedTuple):
             raise ValueError(
                 f"params: {first}. A model from hki.freeze takes the trained arrays that hki.freeze "
                 "returned. model.params(params) gives all parameters, and model.whole takes all"
+                f" {see('a-frozen-model')}"
             )
         for keys, x in zip(self.names, self.initial, strict=True):
             if np.shape(given[keys]) != x.shape:
@@ -407,6 +412,7 @@ def _split(params: Params, trainable_dense: Targets, by_reference: bool) -> _Hal
         raise ValueError(
             "trainable_dense: no array is trained. No implicit array in the parameters has trained "
             "fields (hki.add_lora and hki.add_adapter add some), and trainable_dense= names no array"
+            f" {see('nothing-is-trained')}"
         )
     others, own = (
         [s for s, f in zip(slots, flags, strict=True) if f is is_own] for is_own in (False, True)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.containers import opened
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.transform import is_value, split
 from haiku_implicit.core.typing import Array, Params, State, Tree
 from haiku_implicit.params.haiku.transformed import check_transformed, marked_implicit
@@ -297,7 +298,7 @@ def fixed_stats(
             f"{COLLECTION!r}; there are those of: {', '.join(sorted(stored)) or 'nothing'}. Run the "
             "model wrapped in with_quant_stats on some batches, and give the state that it returns; if "
             "that was done, no product has this parameter: give its module a rule without "
-            "act_static_scale, or leave it out by exclude="
+            f"act_static_scale, or leave it out by exclude= {see('nothing-counted')}"
         )
     stats = read_stats(name, stored[name], w.shape[:-2], "fixed")
     if not isinstance(stats.count, jax.core.Tracer) and not _is_counted(stats.count, stacked):
@@ -305,6 +306,7 @@ def fixed_stats(
             f"state: nothing is counted in the statistics of {name!r}: no product with it has run, or "
             "what depends on it leaves the model without a gradient (stop_gradient, argmax, integers). "
             "Return something that depends on it, or give its module a rule without act_static_scale"
+            f" {see('nothing-counted')}"
         )
     return dataclasses.replace(stats, sums=jax.tree.map(lambda x: _per(x, stats.count), stats.sums))
 

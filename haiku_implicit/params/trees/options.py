@@ -10,7 +10,7 @@ import jax
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import ImplicitArray, is_implicit
-from haiku_implicit.core.messages import shown
+from haiku_implicit.core.messages import see, shown
 from haiku_implicit.core.predicates import path_of
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.params.trees import selection
@@ -73,6 +73,7 @@ class Room(NamedTuple):
             f"{what} no adapter, because the rank is larger than there is room for (the smaller of "
             f"the last two axes): {named(left)}.{axes} Or give a smaller rank=, or leave them out by "
             "exclude="
+            f" {see('a-rank-too-large')}"
         )
 
 
@@ -179,6 +180,7 @@ class QuantizeOptions:
             f"{what} dense, because groups of {size} do not divide axis {axis}: {named(left)}. "
             f"Quantize with another group_size={fitting}, these alone by targets=; or leave them out "
             f"by exclude={axes}"
+            f" {see('groups-that-do-not-fit')}"
         )
 
     def by_rule(self, rule: QuantRule, shape: tuple[int, ...]) -> Self:
@@ -200,6 +202,7 @@ class QuantizeOptions:
             raise ValueError(
                 f"{path}: this is {selection.describe(value)}, and only a dense parameter (or the "
                 "dense w of LoRA) can be quantized. Leave it out by exclude=, or materialize it first"
+                f" {see('implicit-already')}"
             )
         with selection.errors_name(path, value):
             return self.quantize(value)
@@ -217,6 +220,7 @@ def check_matrix(path: str, value: Array, what: str, stacked: int = 0) -> None:
             f"{path}: {what} needs a floating-point parameter of at least {axes}, but this one is "
             f"{selection.describe(value)}. Leave it out by exclude= (all biases by "
             "exclude=haiku_implicit.BIASES)"
+            f" {see('not-a-matrix')}"
         )
 
 

@@ -13,7 +13,7 @@ from haiku_implicit.arrays.adapter import kinds
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_no_half, check_values, is_implicit
-from haiku_implicit.core.messages import shown, warn_caller
+from haiku_implicit.core.messages import see, shown, warn_caller
 from haiku_implicit.core.predicates import Predicate, Targets, check_list, no_match, predicate_of
 from haiku_implicit.core.typing import Array, Params, Tree
 from haiku_implicit.params.trees import selection
@@ -100,6 +100,7 @@ def none_of(function: str, kind: str, params: Params) -> ValueError:
         "before the call: within hki.value_and_grad, hki.grad and hki.use_implicit_args they are "
         "ordinary arrays. Use jax.value_and_grad with respect to the first half that hki.partition "
         "returns, and hki.combine both halves in the loss"
+        f" {see('ordinary-arrays-inside')}"
     )
 
 
@@ -112,6 +113,7 @@ def check_whole_tree(parameters: Sequence[Parameter]) -> None:
             raise ValueError(
                 f"params: {path} is a trained array of a model from hki.freeze, and {found[1]} is not "
                 "here. model.params(params) gives all parameters"
+                f" {see('a-frozen-model')}"
             )
 
 
@@ -183,6 +185,7 @@ class Choice(NamedTuple):
             names = ", ".join(p.path for p, w in zip(parameters, wanted, strict=True) if w)
             raise ValueError(
                 f"exclude: it leaves out all {sum(wanted)} that targets chooses: {names}"
+                f" {see('nothing-matches')}"
             )
         return left
 
@@ -307,6 +310,7 @@ def _told_of_stacks(
         f"nothing says which axes of {what} make a matrix, so that each counts as a stack of matrices, "
         f"with {of_each} for each matrix: {names}. If the model multiplies more axes as one matrix, "
         f"{way_out}. If they are stacks or kernels of convolutions, give matrix_axes={{}}"
+        f" {see('which-axes-make-a-matrix')}"
     ]
 
 
@@ -352,6 +356,7 @@ def _check_not_done(parameters: Parameters) -> str:
             f"targets: all {len(done)} weights are implicit already; {path} is {kind}. "
             "merge_adapters and materialize make them dense; targets= names those of other types that "
             "are to be changed"
+            f" {see('implicit-already')}"
         )
     return f" (already implicit: {len(done)}, such as {path}, {kind})"
 

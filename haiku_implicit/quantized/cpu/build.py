@@ -24,6 +24,7 @@ import jax
 import jaxlib.version
 from absl import logging
 
+from haiku_implicit.core.messages import see
 from haiku_implicit.quantized.cpu import targets
 
 SOURCES = targets.SOURCES
@@ -59,7 +60,7 @@ def _registered() -> bool:
     except (BuildError, OSError) as error:
         logging.warning(
             "haiku_implicit: products with quantized weights go without the native kernel, which "
-            "is slower: %s", error,
+            "is slower: %s %s", error, see("no-compiler"),
         )  # fmt: skip
         return False
     return True

@@ -11,6 +11,7 @@ import numpy as np
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.literals import at_trace_time
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.numbers import calibration, formats, gptq, options, pieces, scales
 from haiku_implicit.quantized.numbers.extremes import largest
@@ -343,6 +344,7 @@ def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -
         raise ValueError(
             f"group_size: expected None or one of {sizes}, which divide the axis of length "
             f"{length}{whole}, got {group_size!r}"
+            f" {see('groups-that-do-not-fit')}"
         )
     if tile < 1 or rows % tile:
         raise ValueError(

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array, DType
 
 
@@ -332,6 +333,7 @@ def restored(codes: jax.Array, fmt: Format) -> jax.Array:
             f"codes of {fmt.name!r} are {fmt.dtype.name}, and were cast to {codes.dtype.name}, which "
             "does not hold them. Cast dense values instead: hki.use_implicit_args(lambda params: "
             "jax.tree.map(lambda x: x.astype(dtype), params))(params)"
+            f" {see('cast-codes')}"
         )
     return codes.astype(fmt.dtype)
 

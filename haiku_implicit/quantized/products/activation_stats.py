@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import serialization
+from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.numbers import ranges
 from haiku_implicit.quantized.numbers.options import OperandConfig
@@ -128,6 +129,7 @@ def static_limits(
         of = f" of {stats.name!r}" if stats is not None and stats.name else ""
         raise ValueError(
             f"act_static_scale: there are no statistics{of} in quant_stats; {_WAY_OUT}"
+            f" {see('ordinary-arrays-inside')}"
         )
     limits_of = functools.partial(_limits_of, config=config, axes=axes)
     if stats.mode == "fixed":
