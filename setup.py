@@ -25,7 +25,7 @@ ASKED = os.environ.get("HAIKU_IMPLICIT_MACHINE", "")
 MACHINE = ASKED or platform.machine()
 TARGETS = ABOUT["TARGETS"].get(MACHINE, ()) if platform.system() == "Linux" else ()
 CROSS = f"{MACHINE}-linux-gnu-g++"  # Debian's name
-COMPILER = shlex.split(os.environ.get("CXX", "c++" if MACHINE == platform.machine() else CROSS))
+COMPILER = shlex.split(os.environ.get("CXX", "c++" if platform.machine() == MACHINE else CROSS))
 MORE_FLAGS = shlex.split(os.environ.get("CXXFLAGS", ""))
 # Machines with an older C++ library can load the kernels, and each build gives the same bytes.
 LINKED = (

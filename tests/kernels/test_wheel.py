@@ -154,7 +154,12 @@ def test_a_wheel_for_another_machine(tmp_path):
     run(*command, "-pthread", "-o", str(program), folder=tmp_path)
     if shutil.which(EMULATOR) is None:
         return
-    system = ("-L", "/usr/aarch64-linux-gnu", "-E", f"LD_LIBRARY_PATH={pathlib.Path(library).parent}")
+    system = (
+        "-L",
+        "/usr/aarch64-linux-gnu",
+        "-E",
+        f"LD_LIBRARY_PATH={pathlib.Path(library).parent}",
+    )
     done = run(EMULATOR, *system, str(program), folder=tmp_path)
     assert done.stdout.endswith(" 0 wrong\n")
 
