@@ -20,8 +20,12 @@ from setuptools.command.build_py import build_py
 
 CPU = "haiku_implicit/quantized/cpu"
 ABOUT = runpy.run_path(f"{CPU}/targets.py")
-TARGETS = ABOUT["TARGETS"].get(platform.machine(), ()) if platform.system() == "Linux" else ()
-COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+# The machine that the wheel is for, as `aarch64`; `any` makes a wheel without kernels.
+ASKED = os.environ.get("HAIKU_IMPLICIT_MACHINE", "")
+MACHINE = ASKED or platform.machine()
+TARGETS = ABOUT["TARGETS"].get(MACHINE, ()) if platform.system() == "Linux" else ()
+CROSS = f"{MACHINE}-linux-gnu-g++"  # Debian's name
+COMPILER = shlex.split(os.environ.get("CXX", "c++" if platform.machine() == MACHINE else CROSS))
 MORE_FLAGS = shlex.split(os.environ.get("CXXFLAGS", ""))
 # Machines with an older C++ library can load the kernels, and each build gives the same bytes.
 LINKED = (
@@ -42,7 +46,13 @@ def get_requires_for_build_wheel(config_settings=None):
 
 
 def compile_kernels(folder):
-    """Compiles the sources for each target into a folder; without a compiler none, and says so."""
+    """Compiles the sources for each target into a folder.
+
+    Raises:
+      OSError, CalledProcessError: without a compiler or headers, or if the compiler fails.
+    """
+    if shutil.which(COMPILER[0]) is None:
+        raise OSError(f"there is no compiler {COMPILER[0]}")
     jaxlib = importlib.util.find_spec("jaxlib")
     if jaxlib is None:
         raise OSError("jaxlib, which has the headers, is not installed")
@@ -62,6 +72,8 @@ class BuildWithKernels(build_py):
 
     def run(self):
         super().run()
+        if ASKED not in ("", "any") and not TARGETS:
+            raise ValueError(f"HAIKU_IMPLICIT_MACHINE: there are no kernels for {ASKED}")
         folder = pathlib.Path(self.build_lib) / CPU
         for old in folder.glob("kernels-*.so"):  # of an earlier build in this folder
             old.unlink()
@@ -70,6 +82,8 @@ class BuildWithKernels(build_py):
                 try:
                     compile_kernels(pathlib.Path(made))
                 except (OSError, subprocess.CalledProcessError) as error:
+                    if ASKED:
+                        raise
                     self.warn(f"no kernels in this wheel, they are compiled at first use: {error}")
                     return
                 for path in pathlib.Path(made).iterdir():
@@ -88,7 +102,7 @@ class Wheel(bdist_wheel):
         super().run()
 
     def get_tag(self):
-        return ("py3", "none", "any" if self.root_is_pure else super().get_tag()[2])
+        return ("py3", "none", "any" if self.root_is_pure else f"linux_{MACHINE}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ them; train; report materialized arrays; and for new types, the base class and t
 import ast
 import importlib
 import pathlib
+import warnings
 from typing import Any
 
 # ruff: noqa: F401
@@ -35,8 +36,15 @@ _modules = {
 }
 [__all__] = [ast.literal_eval(node.value) for node in _stub.body if isinstance(node, ast.Assign)]
 
+# Public names that go, each with the one that takes its place; for one minor version they are aliases.
+_RENAMED: dict[str, str] = {}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        old, name = name, _RENAMED[name]
+        text = f"haiku_implicit.{old} is now haiku_implicit.{name}; the next minor version drops it"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
     if name not in _modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _modules[name] == __name__:

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import haiku_implicit as hki
+
 PACKAGE = "haiku_implicit"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -169,3 +171,16 @@ assert sensitivity is hki.sensitivity and mox is hki.mox
 def test_names_are_there_at_their_first_use_in_any_thread():
     run = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_name_that_goes_is_an_alias_with_a_warning(monkeypatch):
+    assert not hki._RENAMED.keys() & set(hki.__all__) and set(hki._RENAMED.values()) <= set(hki.__all__)
+    monkeypatch.setattr(hki, "_RENAMED", {"lora": "add_lora"})
+    expected = r"haiku_implicit\.lora is now haiku_implicit\.add_lora; the next minor version drops it"
+    with pytest.warns(DeprecationWarning, match=expected) as warned:
+        assert hki.lora is hki.add_lora
+        from haiku_implicit import lora
+    assert lora is hki.add_lora and {warning.filename for warning in warned} == {__file__}
+    assert "lora" not in dir(hki)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        hki.no_such_name  # noqa: B018

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 import numpy as np
 
 from haiku_implicit.core import containers
-from haiku_implicit.core.array import has_symbolic_shape, is_implicit
+from haiku_implicit.core.array import ImplicitArray, has_symbolic_shape, is_implicit
 from haiku_implicit.core.interpreter import call_interpreted, densify, materialize_array
 from haiku_implicit.core.serialization import naming_lost_types
-from haiku_implicit.core.typing import Array, Tree, TreeDef
+from haiku_implicit.core.typing import Array, SameTree, Tree, TreeDef
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
+def use_implicit_args(fun: Callable[..., R]) -> Callable[..., R]:
     """Lets a function of arrays take and return implicit arrays instead.
 
     The function is traced with dense abstract values, so it needs no change. Its program then runs on
@@ -49,7 +48,7 @@ def use_implicit_args(fun: Callable[P, R]) -> Callable[P, R]:
     tree = _partial_as_tree(fun)
 
     @functools.wraps(fun)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(*args: Any, **kwargs: Any) -> R:
         # If the function holds implicit arrays, all values in it are traced. Otherwise none is, since
         # the function may branch on concrete values in it.
         if any(map(is_implicit, tree_leaves_with_implicit(tree))):
@@ -140,6 +139,14 @@ def is_value(x: Any) -> bool:
     if isinstance(x, np.ndarray | np.generic):  # but not one of strings, dates or objects
         return x.dtype == np.bool_ or bool(jax.dtypes.issubdtype(x.dtype, np.number))
     return is_implicit(x) or isinstance(x, jax.Array)
+
+
+@overload
+def materialize(tree: ImplicitArray) -> jax.Array: ...
+
+
+@overload
+def materialize(tree: SameTree) -> SameTree: ...
 
 
 def materialize(tree: Tree) -> Tree:

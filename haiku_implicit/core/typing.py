@@ -5,7 +5,7 @@ They are that wide because an implicit array has the operators of `jax.Array` on
 and because Python and JAX lack types for trees, results of rules and parameters of primitives.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core
@@ -22,6 +22,10 @@ Tree = Any
 # The parameters of a model: in Haiku `{module: {name: array}}`. Functions on parameters take any other
 # tree of arrays as well, and return a tree of the same structure.
 Params = Any
+
+# Such a tree whose containers the result has: to type checkers the result has the argument's type, such
+# as `hk.Params`.
+SameTree = TypeVar("SameTree")
 
 # The state of a model (in Haiku `{module: {name: array}}`) or of an optimizer (optax's named tuples).
 State = Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import haiku as hk
 import jax
@@ -13,7 +13,7 @@ from haiku_implicit.mox.mox import Mox
 from haiku_implicit.mox.program import program
 from haiku_implicit.mox.program.program import ANY_KEY, checked, program_of
 from haiku_implicit.params.haiku.frozen import Frozen
-from haiku_implicit.params.haiku.transformed import check_transformed
+from haiku_implicit.params.haiku.transformed import AnyTransformed, check_transformed
 
 
 def _maker(transformed: Any, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +66,17 @@ def _with_shapes(transformed: Any, args: Any, kwargs: Any, given: dict[str, Any]
         return program.with_shapes(transformed, args, kwargs, **given)
 
 
-def make_mox(transformed: Any) -> Callable[..., Any]:
+@overload
+def make_mox(transformed: hk.Transformed | hk.TransformedWithState) -> Callable[..., Mox]: ...
+
+
+@overload
+def make_mox(
+    transformed: hk.MultiTransformed | hk.MultiTransformedWithState,
+) -> Callable[..., Tree]: ...
+
+
+def make_mox(transformed: AnyTransformed) -> Callable[..., Any]:
     """Makes the module expression of a transformed Haiku function.
 
     Functions with custom derivative rules keep them. As in a jitted model, only JAX's transformations

@@ -10,7 +10,7 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.typing import Array, Params
+from haiku_implicit.core.typing import Array, SameTree
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import QuantizeOptions
@@ -22,7 +22,7 @@ from haiku_implicit.quantized.types.static_quantized import StaticQuantized
 
 
 def quantize_params(
-    params: Params,
+    params: SameTree,
     *,
     targets: Targets | None = None,
     rules: Sequence[QuantRule] | None = None,
@@ -30,7 +30,7 @@ def quantize_params(
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
     **options: Unpack[QuantizeArguments],
-) -> Params:
+) -> SameTree:
     """Quantizes weights of a tree of parameters; of a LoRA weight, its `w`.
 
     Args:
@@ -98,13 +98,13 @@ def _stored_by_rule(
 
 
 def quantize_activations(
-    params: Params,
+    params: SameTree,
     dtype: str | None = "int8",
     *,
     targets: Targets | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
-) -> Params:
+) -> SameTree:
     """Makes products with quantized weights quantize their activations, too.
 
     The codes of the weights do not change, for example codes read from a file. Activations get scales
@@ -167,8 +167,8 @@ def _is_stored(module_name: str, name: str, value: Array) -> bool:
 
 
 def zero_params(
-    params: Params, *, targets: Targets, exclude: Targets | None = None, missing_ok: bool = False
-) -> Params:
+    params: SameTree, *, targets: Targets, exclude: Targets | None = None, missing_ok: bool = False
+) -> SameTree:
     """Replaces parameters of a tree by symbolic zeros, which cost no memory and no work.
 
     Args:

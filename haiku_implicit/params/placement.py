@@ -23,7 +23,7 @@ from haiku_implicit.core.sharding import (
     shard_specs,
 )
 from haiku_implicit.core.transform import tree_flatten_with_implicit
-from haiku_implicit.core.typing import Array, MeshLike, Params, Tree
+from haiku_implicit.core.typing import Array, MeshLike, Params, SameTree, Tree
 from haiku_implicit.params.trees.selection import describe
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
@@ -79,7 +79,7 @@ def shardings(params: Params, specs: Specs, mesh: MeshLike) -> Tree:
     return treedef.unflatten(found)
 
 
-def place(params: Params, specs: Specs, mesh: MeshLike) -> Tree:
+def place(params: SameTree, specs: Specs, mesh: MeshLike) -> SameTree:
     """Puts parameters on a mesh of devices, in a form that can be split by their specs.
 
     It is `jax.device_put(params, hki.shardings(params, specs, mesh))`, with changes to arrays that do

@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,15 @@ from haiku_implicit.core.array import (
 )
 from haiku_implicit.core.predicates import Targets, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
-from haiku_implicit.core.typing import Array, Params, Tree, TreeDef
+from haiku_implicit.core.typing import Array, SameTree, Tree, TreeDef
 
 # For `trainable_dense=`, by Haiku's names: tuning of only biases (Ben Zaken et al. 2021,
 # arXiv:2106.10199), and of the scales and offsets of normalizing layers (Zhao et al. 2023,
 # arXiv:2312.11420).
 BIASES = r"(?:.*/)?(?!w_b$)(?:[^/]*_)?(?:b|bias|biases|offset)"
 LAYER_NORMS = r"(?:.*/)?(?:scale|offset)"
+
+R = TypeVar("R")
 
 
 class Slot(NamedTuple):
@@ -191,7 +193,7 @@ def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = 
     return flags
 
 
-def partition(params: Params, trainable_dense: Targets = True) -> tuple[Params, Params]:
+def partition(params: SameTree, trainable_dense: Targets = True) -> tuple[SameTree, SameTree]:
     """Splits parameters into a trainable and a frozen part.
 
     The type of an implicit array decides about its fields: those that it declares with `frozen_field`
@@ -234,7 +236,7 @@ def _part(slots: Sequence[Slot], treedef: TreeDef, flags: Sequence[bool]) -> tup
     return trainable, fill_slots(treedef, flags, nothing, values)
 
 
-def combine(trainable: Tree, frozen: Tree) -> Tree:
+def combine(trainable: SameTree, frozen: SameTree) -> SameTree:
     """Combines the two parts that `partition` returns.
 
     Args:
@@ -265,13 +267,13 @@ def combine(trainable: Tree, frozen: Tree) -> Tree:
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., R],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     trainable_dense: Targets = True,
     **kwargs: Any,
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[R, Any]]:
     """`jax.value_and_grad` with respect to the trainable arrays of parameters with implicit arrays.
 
     Args:
@@ -300,7 +302,7 @@ def value_and_grad(
       >>> float(value), grads.w, grads.a.shape
       (48.0, Zeros(float32[2,3]), (2, 1))
     """
-    implicit = use_implicit_args(fun)
+    implicit: Callable[..., Any] = use_implicit_args(fun)
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     predicate_of("trainable_dense", trainable_dense)  # raises early for an invalid one
 

@@ -16,7 +16,7 @@ from haiku_implicit.core.containers import opened
 from haiku_implicit.core.messages import see
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import naming_lost_types
-from haiku_implicit.core.typing import Array, Params, State, Tree, TreeDef
+from haiku_implicit.core.typing import Array, Params, SameTree, State, Tree, TreeDef
 from haiku_implicit.training.gradients import (
     Slot,
     align,
@@ -307,7 +307,7 @@ def _masked(treedef: TreeDef, flags: Sequence[bool], values: Sequence[Array]) ->
     return fill_slots(treedef, flags, values, [optax.MaskedNode()] * len(flags))
 
 
-def apply_updates(params: Params, updates: Tree) -> Params:
+def apply_updates(params: SameTree, updates: Tree) -> SameTree:
     """`optax.apply_updates` for parameters with implicit arrays.
 
     Args:

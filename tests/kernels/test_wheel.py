@@ -6,7 +6,9 @@ import platform
 import shutil
 import subprocess
 import sys
+import zipfile
 
+import jax
 import pytest
 
 from haiku_implicit.quantized.cpu import targets
@@ -41,6 +43,16 @@ def test_the_fastest_that_the_cpu_can_run(features, name, monkeypatch, tmp_path)
     assert (slower is None) == (name == "x86-64") and slower != tmp_path / f"kernels-{name}.so"
 
 
+def test_aarch64_takes_its_own(monkeypatch, tmp_path):
+    info = "processor\t: 0\nFeatures\t: fp asimd evtstrm\n\nprocessor\t: 1\nFeatures\t: fp asimd\n"
+    monkeypatch.setattr(targets.pathlib.Path, "read_text", lambda path: info)
+    assert targets._features() == {"fp", "asimd"}
+    monkeypatch.setattr(targets, "HERE", tmp_path)
+    monkeypatch.setattr(targets.platform, "machine", lambda: "aarch64")
+    (tmp_path / "kernels-aarch64.so").touch()
+    assert targets.brought() == tmp_path / "kernels-aarch64.so"
+
+
 def test_a_checkout_has_none():
     assert targets.brought() is None
 
@@ -68,15 +80,16 @@ def run(*command, folder, **environment):
     return done
 
 
-def wheel_of(folder):
-    """Builds a wheel from a copy of the sources, with the fewest optimizations."""
+def wheel_of(folder, flags="-O0", **environment):
+    """Builds a wheel from a copy of the sources, with few optimizations."""
+    folder.mkdir()
     source = folder / "source"
     shutil.copytree(ROOT / "haiku_implicit", source / "haiku_implicit",
                     ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps")
-    run(*pip, "-w", str(folder), str(source), folder=folder, CXXFLAGS="-O0")
+    run(*pip, "-w", str(folder), str(source), folder=folder, CXXFLAGS=flags, **environment)
     [wheel] = folder.glob("*.whl")
     return wheel
 
@@ -89,8 +102,6 @@ def has_kernels():
 
 @pytest.mark.slow
 def test_a_wheel_needs_no_compiler(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
     wheel = wheel_of(tmp_path / "one")
     if not has_kernels():
         assert wheel.name.endswith("-py3-none-any.whl")
@@ -113,3 +124,51 @@ def test_a_wheel_needs_no_compiler(tmp_path):
     )
     assert used.stdout.strip() in {t.file for t in targets.TARGETS[platform.machine()]}
     assert used.stderr == "" and not cache.exists()
+
+
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+
+
+@pytest.mark.slow
+def test_a_wheel_for_another_machine(tmp_path):
+    """Debian's compiler makes one for aarch64; its kernels multiply right in an emulator.
+
+    The compiler is of the package `g++-aarch64-linux-gnu`, the emulator of `qemu-user`. Without the
+    former no wheel is made, and without the latter its kernels are only linked with a program.
+    """
+    with pytest.raises(AssertionError, match="no compiler /nonexistent"):
+        wheel_of(tmp_path / "none", HAIKU_IMPLICIT_MACHINE="aarch64", CXX="/nonexistent")
+    if shutil.which(CROSS) is None:
+        with pytest.raises(AssertionError, match=f"no compiler {CROSS}"):
+            wheel_of(tmp_path / "made", HAIKU_IMPLICIT_MACHINE="aarch64")
+        return
+    wheel = wheel_of(tmp_path / "made", "-O1", HAIKU_IMPLICIT_MACHINE="aarch64", CXX=CROSS)
+    assert wheel.name.endswith("-py3-none-linux_aarch64.whl") and wheel.stat().st_size < 3e6
+    [target] = targets.TARGETS["aarch64"]
+    with zipfile.ZipFile(wheel) as files:
+        [kernels] = [name for name in files.namelist() if name.endswith(".so")]
+        assert pathlib.Path(kernels).name == target.file
+        library = files.extract(kernels, tmp_path)
+    program, source = tmp_path / "all_formats", pathlib.Path(__file__).with_name("all_formats.cc")
+    command = (CROSS, "-std=c++17", "-O1", "-w", f"-I{jax.ffi.include_dir()}", str(source), library)
+    run(*command, "-pthread", "-o", str(program), folder=tmp_path)
+    if shutil.which(EMULATOR) is None:
+        return
+    system = (
+        "-L",
+        "/usr/aarch64-linux-gnu",
+        "-E",
+        f"LD_LIBRARY_PATH={pathlib.Path(library).parent}",
+    )
+    done = run(EMULATOR, *system, str(program), folder=tmp_path)
+    assert done.stdout.endswith(" 0 wrong\n")
+
+
+@pytest.mark.slow
+def test_a_wheel_for_all_machines(tmp_path):
+    """Asked for `any`, it has no kernels, with a compiler too; an unknown machine is an error."""
+    wheel = wheel_of(tmp_path / "any", HAIKU_IMPLICIT_MACHINE="any")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not any(name.endswith(".so") for name in zipfile.ZipFile(wheel).namelist())
+    with pytest.raises(AssertionError, match="there are no kernels for sparc"):
+        wheel_of(tmp_path / "sparc", HAIKU_IMPLICIT_MACHINE="sparc")

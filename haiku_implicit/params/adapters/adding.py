@@ -20,7 +20,7 @@ from haiku_implicit.core.array import data_names, frozen_names, is_implicit
 from haiku_implicit.core.keys import KeySource, as_key_source
 from haiku_implicit.core.messages import see, shown, warn_caller
 from haiku_implicit.core.predicates import Targets, compiled, no_match
-from haiku_implicit.core.typing import Array, DType, Key, Params, Tree
+from haiku_implicit.core.typing import Array, DType, Key, SameTree, Tree
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.one_by_one import is_news
@@ -32,7 +32,7 @@ Patterns = Mapping[str, Mapping[str, Any]]
 
 
 def add_lora(
-    params: Params,
+    params: SameTree,
     key: Key | Callable[[], jax.Array],
     *,
     rank: int,
@@ -44,7 +44,7 @@ def add_lora(
     matrix_axes: MatrixAxesOf | None = None,
     rank_stabilized: bool = False,
     dtype: DType | None = None,
-) -> Params:
+) -> SameTree:
     """Adds LoRA to weights of a tree of parameters, including quantized weights.
 
     The new tree stands for the same values. The random key of each weight comes from `key` and the
@@ -109,7 +109,7 @@ def add_lora(
 
 
 def add_adapter(
-    params: Params,
+    params: SameTree,
     key: Key | Callable[[], jax.Array],
     method: str | type[Adapter],
     *,
@@ -120,7 +120,7 @@ def add_adapter(
     patterns: Patterns | None = None,
     dtype: DType | None = None,
     **options: Any,
-) -> Params:
+) -> SameTree:
     """Adds adapters of a type to weights of a tree of parameters, including quantized weights.
 
     The new tree stands for the same values. The adapters are trained, and the weights are not.

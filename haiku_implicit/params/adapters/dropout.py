@@ -9,11 +9,11 @@ from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.keys import as_key
-from haiku_implicit.core.typing import Array, Key, Params
+from haiku_implicit.core.typing import Array, Key, SameTree
 from haiku_implicit.params.trees import trees
 
 
-def with_dropout(params: Params, key: Key, rate: float) -> Params:
+def with_dropout(params: SameTree, key: Key, rate: float) -> SameTree:
     """Applies dropout to the inputs of LoRA's corrections, for a training step.
 
     Call it in each step, within the function that `jax.grad` differentiates, with a key of the step:

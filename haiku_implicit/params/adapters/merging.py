@@ -17,7 +17,7 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.structure import free_summand
-from haiku_implicit.core.typing import Array, Params
+from haiku_implicit.core.typing import Array, SameTree
 from haiku_implicit.params.adapters import parts, vector_bank
 from haiku_implicit.params.adapters.parts import AdapterParts
 from haiku_implicit.params.trees import trees
@@ -25,7 +25,7 @@ from haiku_implicit.params.trees.selection import describe
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 
-def merge_adapters(params: Params, *, requantize: bool = False) -> Params:
+def merge_adapters(params: SameTree, *, requantize: bool = False) -> SameTree:
     """Replaces each weight that has an adapter by the dense weight that it stands for.
 
     A weight that occurs twice in the tree with the same adapter (tied weights) remains one array. If
@@ -112,7 +112,9 @@ def _warn_of_untied(parameters: list[trees.Parameter]) -> None:
 # --- back ----------------------------------------------------------------------------------------
 
 
-def unmerge_adapters(params: Params, adapter: AdapterParts, *, check_base: bool = True) -> Params:
+def unmerge_adapters(
+    params: SameTree, adapter: AdapterParts, *, check_base: bool = True
+) -> SameTree:
     """Takes an adapter out of the dense weights that it was merged into.
 
     The result is the base up to rounding, which is coarse for weights in bfloat16. If you still have

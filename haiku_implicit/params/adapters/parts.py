@@ -22,7 +22,7 @@ from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import see
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import register_tree_type
-from haiku_implicit.core.typing import Array, Params
+from haiku_implicit.core.typing import Array, Params, SameTree
 from haiku_implicit.params.adapters import vector_bank
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.digests import digest
@@ -103,7 +103,9 @@ def get_adapter(params: Params, *, trainable_dense: Targets | None = None) -> Ad
     return AdapterParts(weights, dense, tuple(bases))
 
 
-def set_adapter(params: Params, adapter: AdapterParts | None, *, check_base: bool = True) -> Params:
+def set_adapter(
+    params: SameTree, adapter: AdapterParts | None, *, check_base: bool = True
+) -> SameTree:
     """Puts an adapter into a tree of parameters, and removes an adapter that is there.
 
     Args:

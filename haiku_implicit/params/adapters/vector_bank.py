@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from haiku_implicit.adapters.vblora import MODULE, NAME, VBLoRA, VectorBank
 from haiku_implicit.core.predicates import path_of
-from haiku_implicit.core.typing import Array, Params
+from haiku_implicit.core.typing import Array, Params, SameTree, Tree
 from haiku_implicit.params.trees import trees
 
 PATH = path_of(MODULE, NAME)
@@ -24,7 +24,7 @@ def put_into(value: Array, bank: VectorBank | None) -> Array:
     return with_vector_bank(beside({"": {"w": value}}, bank))[""]["w"]
 
 
-def with_vector_bank(params: Params) -> Params:
+def with_vector_bank(params: SameTree) -> SameTree:
     """Puts the vector bank of a tree into its `VBLoRA` weights.
 
     Call it in each step, within the function that `jax.grad` differentiates, so that the bank's
@@ -58,9 +58,10 @@ def with_vector_bank(params: Params) -> Params:
     """
     if not _has_bank(params):
         return params
-    bank = params[MODULE][NAME]
+    tree: Tree = params
+    bank = tree[MODULE][NAME]
     if not isinstance(bank, VectorBank):
-        raise trees.none_of("with_vector_bank", "a VectorBank", {MODULE: params[MODULE]})
+        raise trees.none_of("with_vector_bank", "a VectorBank", {MODULE: tree[MODULE]})
     vectors = bank.vectors
 
     def filled(parameter: trees.Parameter) -> Array:

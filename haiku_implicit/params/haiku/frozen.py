@@ -45,7 +45,7 @@ def freeze(
     *,
     trainable_dense: Targets = False,
     by_reference: bool = True,
-) -> tuple[FrozenTransformed, Params]: ...
+) -> tuple[FrozenTransformed, hk.MutableParams]: ...
 
 
 @overload
@@ -55,7 +55,7 @@ def freeze(
     *,
     trainable_dense: Targets = False,
     by_reference: bool = True,
-) -> tuple[FrozenTransformedWithState, Params]: ...
+) -> tuple[FrozenTransformedWithState, hk.MutableParams]: ...
 
 
 @overload
@@ -65,7 +65,7 @@ def freeze(
     *,
     trainable_dense: Targets = False,
     by_reference: bool = True,
-) -> tuple[FrozenMultiTransformed, Params]: ...
+) -> tuple[FrozenMultiTransformed, hk.MutableParams]: ...
 
 
 @overload
@@ -75,7 +75,7 @@ def freeze(
     *,
     trainable_dense: Targets = False,
     by_reference: bool = True,
-) -> tuple[FrozenMultiTransformedWithState, Params]: ...
+) -> tuple[FrozenMultiTransformedWithState, hk.MutableParams]: ...
 
 
 def freeze(
@@ -189,7 +189,7 @@ class Frozen:
         """The structs of all parameters, and whether the array in each of their slots is trained."""
         return self._halves.shapes(), self._halves.flags
 
-    def params(self, params: Params) -> Params:
+    def params(self, params: Params) -> hk.MutableParams:
         """Returns all parameters, with the trained arrays from `params`.
 
         Each call copies the frozen arrays, unless it is within a jitted function.

@@ -19,7 +19,7 @@ from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import tree_leaves_with_implicit, use_implicit_args
-from haiku_implicit.core.typing import Array, Params
+from haiku_implicit.core.typing import Array, Params, SameTree
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import QuantizeOptions
@@ -202,14 +202,14 @@ def _warn_of_unseen(unseen: list[str], count: int) -> None:
 
 
 def quantize_with_inputs(
-    params: Params,
+    params: SameTree,
     inputs: dict[str, jax.Array],
     *,
     method: str = "gptq",
     rules: Sequence[QuantRule] | None = None,
     matrix_axes: MatrixAxesOf | None = None,
     **options: Unpack[QuantizeArguments],
-) -> Params:
+) -> SameTree:
     """Quantizes weights for the least error of their products with their inputs.
 
     Args:

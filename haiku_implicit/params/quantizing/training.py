@@ -14,7 +14,7 @@ from haiku_implicit.arrays.uses import Use
 from haiku_implicit.core.keys import as_key_source
 from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.typing import Array, Key, Params, State
+from haiku_implicit.core.typing import Array, Key, Params, SameTree, State
 from haiku_implicit.params.haiku.hooks import Getter, checked, getter
 from haiku_implicit.params.quantizing.stats import fixed_stats, takes_stats
 from haiku_implicit.params.trees import trees
@@ -35,14 +35,14 @@ from haiku_implicit.quantized.types.trained_quantized import TrainedQuantized
 
 
 def quantized_training(
-    params: Params,
+    params: SameTree,
     rules: Sequence[QuantRule],
     *,
     targets: Targets | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
-) -> Params:
+) -> SameTree:
     """Puts rules on the weights of a model, for quantized products and gradients in training.
 
     The weights stay dense and are trained, as one floating leaf each. Under `transform_implicit`,
@@ -139,7 +139,7 @@ def quantized_training_getter(
     return getter(checked(edit))
 
 
-def with_rounding_key(params: Params, key: Key | Callable[[], jax.Array]) -> Params:
+def with_rounding_key(params: SameTree, key: Key | Callable[[], jax.Array]) -> SameTree:
     """Gives weights the random keys that stochastic rounding of their gradients needs.
 
     Call it in each step, within the function that `jax.grad` differentiates, with a key of the step:
@@ -181,14 +181,14 @@ def with_rounding_key(params: Params, key: Key | Callable[[], jax.Array]) -> Par
 
 
 def quantization_aware(
-    params: Params,
+    params: SameTree,
     rules: Sequence[QuantRule],
     *,
     targets: Targets | None = None,
     exclude: Targets | None = None,
     missing_ok: bool = False,
     matrix_axes: MatrixAxesOf | None = None,
-) -> Params:
+) -> SameTree:
     """Makes weights stand for their rounded values, for quantization-aware training.
 
     The forward pass uses the values that `QuantizedMatrix` would hold. The gradient passes straight
@@ -237,12 +237,12 @@ def quantization_aware(
 
 
 def convert_trained(
-    params: Params,
+    params: SameTree,
     state: State = None,
     *,
     apply: Callable[..., Any] | None = None,
     args: Sequence[Array] = (),
-) -> Params:
+) -> SameTree:
     """Replaces trained weights by quantized ones (codes and scales), for inference.
 
     A `FakeQuantized` weight becomes the matrix of its rounded values. A `TrainedQuantized` weight

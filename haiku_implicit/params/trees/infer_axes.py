@@ -22,7 +22,7 @@ from haiku_implicit.core.transform import (
     tree_map_with_implicit,
     use_implicit_args,
 )
-from haiku_implicit.core.typing import Array, Params
+from haiku_implicit.core.typing import Array, Params, SameTree
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import LAST_TWO, MatrixAxes
 from haiku_implicit.params.trees.options import named
@@ -32,7 +32,7 @@ from haiku_implicit.params.trees.selection import errors_name, is_matrix
 Model = hk.Transformed | hk.TransformedWithState | Callable[..., Any]
 
 
-def prepare(model: Model, params: Params, *args: Any, **kwargs: Any) -> Params:
+def prepare(model: Model, params: SameTree, *args: Any, **kwargs: Any) -> SameTree:
     """Stores each weight as the matrix that a model multiplies, whatever axes the weight has.
 
     Then `add_lora`, `add_adapter`, `quantize_params`, `input_moments` and the others take an attention

@@ -64,5 +64,6 @@ def _features() -> frozenset[str] | None:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return None
-    of_cores = [set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")]
+    named = ("flags", "Features")  # on x86-64, and on aarch64
+    of_cores = [set(line.partition(":")[2].split()) for line in lines if line.startswith(named)]
     return frozenset(set.intersection(*of_cores)) if of_cores else frozenset()
