@@ -288,8 +288,8 @@ class QtRule(QuantRule):
       >>> QtRule(weight_qtype='int8', act_qtype='int8', bwd_qtype='uint8')
       Traceback (most recent call last):
       ...
-      ValueError: bwd_qtype: expected one of int8, int6, int5, int4, int3, int2, nf4, fp4, fp4_bnb,
-      fp8_e4m3, fp8_e5m2, got 'uint8'
+      ValueError: bwd_qtype: expected one of int8, int7, int6, int5, int4, int3, int2, nf4, fp4,
+      fp4_bnb, fp8_e4m3, fp8_e5m2, got 'uint8'
     """
 
     bwd_qtype: Any = None
