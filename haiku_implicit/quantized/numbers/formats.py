@@ -191,6 +191,11 @@ RECIPES = {
     "iq4_xs": Recipe("iq4_nl", 32, "int6,8"),
 }
 
+# The recipes with a power of two or an 8-bit float for each group: operands of products have them, too.
+MICROSCALED = {
+    name: recipe for name, recipe in RECIPES.items() if recipe.scale_dtype in ("e8m0", "e4m3")
+}
+
 
 def _is_dtype(name: str) -> bool:
     return bool(dtype_name(name)) or isinstance(getattr(jnp, name, None), type(jnp.bfloat16))
