@@ -373,7 +373,7 @@ def test_bad_quantization_options(make, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(dtype="int7"), "linear/w .*int7"),
+        (dict(dtype="int9"), "linear/w .*int9"),
         (dict(group_size=3, targets=".*/w"), r"linear/w \(float32\[4,3\]\): .*3"),
         (dict(targets=".*/b"), r"linear/b: quantization needs .* float32\[3\]"),
     ],

@@ -123,10 +123,10 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
 
         Args:
           w: `[..., n, m]`, floating, finite.
-          dtype: a format: 'int8', 'int6', 'int5', 'int4', 'int3', 'int2', the same with a 'u' (codes
-            from an offset on), 'ternary' and 'binary' (2 and 1 bits), 'nf4' (QLoRA,
-            arXiv:2305.14314), 'iq4_nl' (GGML's, for 'mse'), 'fp4' (e2m1), 'fp4_bnb' (bitsandbytes'
-            fp4), 'fp8_e4m3', 'fp8_e5m2'; or one with its own groups and scales: 'mxfp8',
+          dtype: a format: 'int8', 'int7', ... 'int2', 'int1' (another name of 'binary': minus and
+            plus half a scale), 'uint8', ... 'uint1' (codes from an offset on), 'ternary' (in 2 bits),
+            'nf4' (QLoRA, arXiv:2305.14314), 'iq4_nl' (GGML's, for 'mse'), 'fp4' (e2m1), 'fp4_bnb'
+            (bitsandbytes' fp4), 'fp8_e4m3', 'fp8_e5m2'; or one with its own groups and scales: 'mxfp8',
             'mxfp4' (OCP Microscaling 1.0: groups of 32, scales e8m0), 'nvfp4' (16, e4m3, and a scale
             of the tensor), and the blocks of GGUF files: 'q4_0', 'q4_1', 'q5_0', 'q5_1', 'q8_0',
             'q2_k', 'q3_k', 'q4_k', 'q5_k', 'q6_k', 'iq4_xs'.

@@ -17,6 +17,7 @@ from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats, ranges
+from haiku_implicit.quantized.numbers.extremes import largest
 from haiku_implicit.quantized.numbers.options import OperandConfig
 from haiku_implicit.quantized.numbers.ranges import Limits, ScaledAxes
 
@@ -25,8 +26,8 @@ class QuantizedOperand(NamedTuple):
     """A quantized array: `(codes - zero_point) * scale`.
 
     Attributes:
-      codes: int8 or a float8 dtype; for formats whose codes are not numbers (nf4), the values that
-        the codes stand for.
+      codes: int8, uint8 or a float8 dtype; for formats whose codes are not numbers (nf4), the values
+        that the codes stand for.
       scale: with the axes of `codes`, each of length 1, of the same length, or of a divisor of it
         (tiles); None for a scale of 1. float32, or float64 for float64 arrays.
       zero_point: with the shape of `scale`, floating; or None.
@@ -71,7 +72,7 @@ def quantize(
       ValueError: for a tile that does not divide its axis, or a calibration that the format does not
         have.
     """
-    fmt, clips = formats.find(config.qtype), ranges.clips(config)
+    fmt, clips = config.format, ranges.clips(config)
     x = x.astype(formats.arithmetic_dtype(x.dtype))
     low, high = ranges.of_operand(x, config, axes) if limits is None else limits
     if limits is not None or clips:  # else the range already shows such elements
@@ -79,6 +80,7 @@ def quantize(
     if low is None:
         bound = fmt.largest + 0.5 if fmt.is_integer else fmt.largest  # see `ranges`
         scale, zero_point = _nonzero(high * np.asarray(1 / bound, high.dtype)), None
+        scale = _microscaled(scale, config, axes)
     else:
         scale, zero_point = _asymmetric(low, high, fmt)
     # The largest magnitude is a tie between two codes. The barriers make every compiled program take
@@ -127,7 +129,8 @@ def stored_matrix(x: QuantizedOperand, qtype: str, dtype: DType) -> QuantizedMat
     Raises:
       ValueError: for tiles that do not fill whole bytes.
     """
-    fmt, codes, offset = _storage(x, formats.find(qtype))
+    recipe = formats.RECIPES.get(qtype)
+    fmt, codes, offset = _storage(x, formats.find(recipe.format if recipe else qtype))
     columns = (*codes.shape[:-2], codes.shape[-1])
 
     def by_column(scale: Array) -> jax.Array:
@@ -144,6 +147,8 @@ def stored_matrix(x: QuantizedOperand, qtype: str, dtype: DType) -> QuantizedMat
         )
     codes = jnp.concatenate([codes, jnp.repeat(codes[..., -1:], padding, -1)], axis=-1)
     offset = None if offset is None else by_column(offset)
+    if recipe:  # exact: they are powers of two, or have four digits
+        scale = scale.astype(jnp.float8_e8m0fnu if recipe.scale_dtype == "e8m0" else jnp.bfloat16)
     matrix = QuantizedMatrix(formats.pack(codes, fmt), scale, offset, fmt.name, padding=padding)
     return matrix if matrix.dtype == dtype else matrix._replace(dtype=dtype)
 
@@ -155,10 +160,11 @@ def _storage(
     if not fmt.is_integer:
         return fmt, x.codes if fmt.is_float else formats.nearest(x.codes, fmt), None
     codes = x.codes.astype(jnp.int16)
-    if x.zero_point is None or x.scale is None:
+    if x.scale is None or (x.zero_point is None and not fmt.offset):
         return fmt, (codes + int(fmt.bias)).astype(fmt.dtype), None
-    unsigned = formats.find(f"u{fmt.name}")
-    offset = (fmt.lowest - x.zero_point) * x.scale
+    unsigned = fmt if fmt.offset else formats.find(f"u{fmt.name}")
+    zero_point = 0 if x.zero_point is None else x.zero_point
+    offset = (fmt.lowest - zero_point) * x.scale
     return unsigned, (codes - int(fmt.lowest)).astype(unsigned.dtype), offset
 
 
@@ -181,8 +187,9 @@ def quantize_rows(x: jax.Array, q: QuantizedMatrix) -> QuantizedOperand:
         of `q` has a scale.
     """
     last = x.ndim - 1
-    tiled = last if q.axis == -2 and q.num_groups > 1 else None
-    return quantize(x, q.activation_config, ScaledAxes(tuple(range(last)), tiled))
+    config = q.activation_config
+    tiled = last if config.recipe or (q.axis == -2 and q.num_groups > 1) else None
+    return quantize(x, config, ScaledAxes(tuple(range(last)), tiled))
 
 
 def rounded_rows(x: jax.Array, q: QuantizedMatrix) -> jax.Array:
@@ -224,12 +231,49 @@ def _nonzero(scale: jax.Array) -> jax.Array:
     return jnp.maximum(scale, np.sqrt(jnp.finfo(scale.dtype).tiny))
 
 
+def _microscaled(scale: jax.Array, config: OperandConfig, axes: ScaledAxes) -> jax.Array:
+    """Rounds the scales of a microscaled format; the others stay.
+
+    Powers of two are rounded up, so that no value saturates. Numbers in e4m3 have a power of two for each
+    channel, by which its largest scale is one of the largest numbers of e4m3: if all its scales are
+    normal numbers of e4m3, the power changes nothing, and without it small ones would be zero.
+    """
+    if config.recipe is None:
+        return scale
+    if config.recipe.scale_dtype == "e8m0":
+        rounded = _power_of_two(scale)
+    else:
+        unit = e4m3_unit(scale, [i for i in range(scale.ndim) if i not in axes.channels])
+        codes = formats.nearest(scale / unit, formats.FORMATS["fp8_e4m3"])
+        smallest = float(jnp.finfo(codes.dtype).smallest_subnormal)
+        rounded = jnp.maximum(codes.astype(scale.dtype), smallest) * unit
+    return jnp.where(jnp.isfinite(scale), rounded, scale)
+
+
+def e4m3_unit(scale: jax.Array, axes: Collection[int]) -> jax.Array:
+    """Returns the power of two that makes the largest scale a number from 224 to 448, over some axes.
+
+    Args:
+      scale: positive.
+      axes: the axes to take the largest over; they stay, with length one.
+    """
+    most = formats.FORMATS["fp8_e4m3"].largest
+    return _power_of_two(largest(scale, tuple(axes), keepdims=True) / most)
+
+
+def _power_of_two(x: jax.Array) -> jax.Array:
+    """Returns the least power of two that is not below a positive number."""
+    digits, exponent = jnp.frexp(x)
+    return jnp.ldexp(jnp.ones_like(x), jnp.where(digits == 0.5, exponent - 1, exponent))
+
+
 # --- codes ---------------------------------------------------------------------------------------
 
 
 def _codes(relative: jax.Array, fmt: formats.Format) -> jax.Array:
     if fmt.is_integer:
-        return jnp.clip(jnp.round(relative), fmt.lowest, fmt.largest).astype(jnp.int8)
+        dtype = jnp.int8 if fmt.largest < 128 else jnp.uint8
+        return jnp.clip(jnp.round(relative), fmt.lowest, fmt.largest).astype(dtype)
     codes = formats.nearest(relative, fmt)
     return codes if fmt.is_float else formats.decode(codes, relative.dtype, fmt)
 

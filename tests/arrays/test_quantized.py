@@ -281,9 +281,9 @@ W = np.ones((6, 4), np.float32)
 @pytest.mark.parametrize(
     "call,error,message",
     [
-        (lambda q: q(W, "int7"), ValueError, "dtype: expected one of int8, .* nvfp4, .*, got 'int7'"),
+        (lambda q: q(W, "int9"), ValueError, "dtype: expected one of int8, .* nvfp4, .*, got 'int9'"),
         (lambda q: q(W, None), ValueError, "dtype: expected one of"),
-        (lambda q: q(W, "nf4", zero_point=True), ValueError, "int8, int6, int5, int4, int3, int2 with a zero point"),
+        (lambda q: q(W, "nf4", zero_point=True), ValueError, "int8, int7, int6, int5, int4, int3, int2, binary with a zero point"),
         (lambda q: q(W, "int8", 4), ValueError, r"group_size: .*\[1, 2, 3, 6\].*length 6, got 4"),
         (lambda q: q(W, "int4", 3), ValueError, r"group_size: .*\[2, 6\].* multiples of 2, got 3"),
         (lambda q: q(W, "int4", 0), ValueError, r"group_size"),
@@ -329,7 +329,7 @@ BYTES, SCALE = np.zeros((4, 6), np.uint8), np.ones((4, 3), np.float32)
         (BYTES, SCALE, {"offset": SCALE[:, :1]}, r"offset float32\[4, 1\]"),
         (BYTES, SCALE, {"padding": 1}, "padding: expected less than 2 codes, and that only with one group"),
         (BYTES, SCALE, {"axis": 3}, "axis: expected -2 or -1"),
-        (BYTES, SCALE, {"dtype": "int7"}, "dtype: expected one of"),
+        (BYTES, SCALE, {"dtype": "int9"}, "dtype: expected one of"),
         (BYTES, SCALE, {"out_dtype": np.int32}, "dtype: expected a floating dtype, got int32"),
     ],
 )  # fmt: skip

@@ -272,7 +272,7 @@ def test_with_what_is_frozen():
     "options, message",
     [
         (dict(dtype="uint8"), "dtype: expected a symmetric format, got 'uint8'"),
-        (dict(dtype="int7"), "dtype: expected one of"),
+        (dict(dtype="int9"), "dtype: expected one of"),
         (
             dict(dtype="int3", block=12),
             "block: expected a multiple of 8 for codes of 'int3', got 12",

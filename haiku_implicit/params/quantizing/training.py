@@ -431,18 +431,19 @@ def _with_scales(
 def _stored_for(use: Use, parameter: trees.Parameter, rule: QuantRule) -> Any:
     """The codes of a weight in one of its products: a matrix, or a view of a matrix."""
     w, path = parameter.value.value, parameter.path
+    tile = rule.operand(is_weight=True).tile
     all_share = rule.operand(is_weight=True).disable_channelwise_axes
     sharing = use.axes if all_share else use.shared
-    if rule.tile_size and not use.tiled <= sharing:  # a part of the axis that is cut into tiles
+    if tile and not use.tiled <= sharing:  # a part of the axis that is cut into tiles
         return _stored(w, parameter.stacked, rule, path)
-    last = [i for i in (-2, -1) if i in (use.tiled if rule.tile_size else sharing)]
+    last = [i for i in (-2, -1) if i in (use.tiled if tile else sharing)]
     # On an axis of length one, a shared scale and an own scale are the same.
-    last = last or [i for i in (-2, -1) if w.shape[i] == 1 and not rule.tile_size]
+    last = last or [i for i in (-2, -1) if w.shape[i] == 1 and not tile]
     if last and (all_share or not {-2, -1} <= sharing):
         own = [i for i in range(w.ndim) if i - w.ndim not in sharing]
         return _with_scales(w, own, last[0], rule, path)
     axes = axes_of_use(use, w.shape)
-    if axes is None or (rule.tile_size and len(use.contracted) > 1):
+    if axes is None or (tile and len(use.contracted) > 1):
         return _stored(w, parameter.stacked, rule, path)
     opened = open_matrix(path, w, {path: axes})
     return opened.closed(_stored(opened.matrix, opened.matrix.ndim - 2, rule, path))
@@ -455,7 +456,7 @@ def _warn_of_tiles(params: Params) -> None:
         if axes is None or not isinstance(matrix, TrainedQuantized):
             continue
         of_rows = [group for group in axes if any(axis == 0 for _, _, axis in group)]
-        if len(of_rows) > 1 and any(rule.tile_size for rule in matrix.rules):
+        if len(of_rows) > 1 and any(rule.operand(is_weight=True).tile for rule in matrix.rules):
             warn_caller(
                 f"{parameter.path}: the outputs differ from those of quantized training: tiles of "
                 f"{len(of_rows)} contracted axes are tiles of the last one there, and share their "

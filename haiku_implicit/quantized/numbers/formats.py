@@ -28,7 +28,7 @@ class Format:
     Attributes:
       name: the name in options.
       planes: how the bits of a code are stored, lowest first. Codes of 3 bits are a plane of 2 bits,
-        four codes to a byte, and a plane of 1 bit, eight to a byte.
+        four codes to a byte, and a plane of 1 bit, eight to a byte; codes of 7 bits have three planes.
       lowest, largest: the range of the codes' values.
       bias: the number to subtract from a stored code to get its value.
       table: the value of each stored code, if it is not the code less the bias; else None.
@@ -114,6 +114,7 @@ FORMATS = {
     f.name: f
     for f in (
         Format("int8", (8,), -128, 127, dtype=_INT8),
+        Format("int7", (4, 2, 1), -64, 63, bias=64),
         Format("int6", (4, 2), -32, 31, bias=32),
         Format("int5", (4, 1), -16, 15, bias=16),
         Format("int4", (4,), -8, 7, bias=8),  # a nibble holds code + 8, as in GGML's Q4_0
@@ -122,11 +123,13 @@ FORMATS = {
         Format("ternary", (2,), -1, 1, bias=1),
         Format("binary", (1,), -0.5, 0.5, bias=0.5),
         Format("uint8", (8,), 0, 255, offset=True),
+        Format("uint7", (4, 2, 1), 0, 127, offset=True),
         Format("uint6", (4, 2), 0, 63, offset=True),
         Format("uint5", (4, 1), 0, 31, offset=True),
         Format("uint4", (4,), 0, 15, offset=True),
         Format("uint3", (2, 1), 0, 7, offset=True),
         Format("uint2", (2,), 0, 3, offset=True),
+        Format("uint1", (1,), 0, 1, offset=True),
         Format("nf4", (4,), -1, 1, table=NF4_TABLE),
         Format("iq4_nl", (4,), -127, 113, table=IQ4_NL_TABLE),
         Format("fp4", (4,), -6, 6, table=FP4_TABLE),
@@ -147,6 +150,7 @@ _ALIASES = {
     "float4_e2m1fn": "fp4",
     "fp4_e2m1": "fp4",
     "int1": "binary",
+    "ubinary": "uint1",
 }
 
 
@@ -186,6 +190,11 @@ RECIPES = {
     "q5_k": Recipe("uint5", 32, "uint6,8"),
     "q6_k": Recipe("int6", 16, "int8,16"),
     "iq4_xs": Recipe("iq4_nl", 32, "int6,8"),
+}
+
+# The recipes with a power of two or an 8-bit float for each group: operands of products have them, too.
+MICROSCALED = {
+    name: recipe for name, recipe in RECIPES.items() if recipe.scale_dtype in ("e8m0", "e4m3")
 }
 
 
@@ -274,15 +283,21 @@ def for_quantizing(name: Any, zero_point: bool) -> tuple[Format, Recipe | None]:
     recipe = RECIPES.get(name) if isinstance(name, str) else None
     fmt = find(name, also=RECIPES) if recipe is None else FORMATS[recipe.format]
     if zero_point and not fmt.offset:
-        with_offset = FORMATS.get(f"u{fmt.name}")
+        with_offset = _with_offset(fmt)
         if with_offset is None or recipe is not None:
-            names = ", ".join(f.name for f in FORMATS.values() if f"u{f.name}" in FORMATS)
+            names = ", ".join(f.name for f in FORMATS.values() if _with_offset(f))
             raise ValueError(
                 f"dtype: expected one of {names} with a zero point (zero_point=True, "
                 f"calibration='minmax'), got {name!r}"
             )
         return with_offset, None
     return fmt, recipe
+
+
+def _with_offset(fmt: Format) -> Format | None:
+    """Returns the format of as many bits whose codes count up from an offset; None if there is none."""
+    name = f"u{fmt.name}"
+    return FORMATS.get(_ALIASES.get(name, name))
 
 
 def group_sizes(length: int, fmt: Format) -> list[int]:

@@ -104,7 +104,8 @@ class OperandConfig:
     """How one operand of a product is quantized.
 
     Attributes:
-      qtype: the format; None for a dense operand. Stored as the format's name.
+      qtype: the format, or the name of a microscaled one ('mxfp8', 'mxfp4', 'nvfp4'), whose tiles and
+        scales are a part of it; None for a dense operand. Stored as the format's name.
       calibration_method: the method to find its scales, see `QuantRule`.
       disable_channelwise_axes: whether all channels share a scale.
       tile_size: how many elements along the contracted axis share a scale, see `QuantRule`.
@@ -126,11 +127,26 @@ class OperandConfig:
     static_axes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "qtype", _operand_format(self.qtype))
+        object.__setattr__(self, "qtype", _operand_format(self.qtype, self.tile_size))
         object.__setattr__(self, "channelwise_noise_axes", tuple(self.channelwise_noise_axes))
         parse("calibration_method", self.calibration_method, RANGES)
         check_tile_size("tile_size", self.tile_size)
         _check_rounding(self.stochastic_rounding, self.qtype)
+
+    @property
+    def format(self) -> formats.Format:
+        """The format of the codes."""
+        return formats.find(self.qtype if self.recipe is None else self.recipe.format)
+
+    @property
+    def recipe(self) -> formats.Recipe | None:
+        """The groups and scales of a microscaled format; None for other formats."""
+        return formats.RECIPES.get(self.qtype or "")
+
+    @property
+    def tile(self) -> int | float | None:
+        """How many elements along the contracted axis share a scale, also if the format says so."""
+        return self.tile_size if self.recipe is None else self.recipe.group_size
 
     @property
     def by_rows(self) -> bool:
@@ -138,18 +154,30 @@ class OperandConfig:
         return not self.disable_channelwise_axes and self.calibration_method == "absmax"
 
 
-def _operand_format(value: Any) -> str | None:
-    """Returns the name of a format with a zero that needs only a scale, as operands do."""
+def _operand_format(value: Any, tile_size: Any) -> str | None:
+    """Returns the name of a format that has a zero, as operands need."""
     name = format_name("qtype", value)
-    known = [f.name for f in formats.FORMATS.values() if _needs_only_scale(f)]
+    known = [f.name for f in formats.FORMATS.values() if _has_zero(f)] + [*formats.MICROSCALED]
     if name is not None and name not in known:
         raise ValueError(f"qtype: expected one of {', '.join(known)}, got {value!r}")
+    size = formats.MICROSCALED[name].group_size if name in formats.MICROSCALED else tile_size
+    if tile_size not in (None, size):
+        raise ValueError(
+            f"tile_size: {name!r} has tiles of {size}, got {tile_size!r}; leave it out"
+        )
     return name
 
 
-def _needs_only_scale(fmt: formats.Format) -> bool:
-    has_zero = fmt.name not in formats.BY_MEAN and (fmt.table is None or 0 in fmt.table)
-    return has_zero and not fmt.offset
+def _has_zero(fmt: formats.Format) -> bool:
+    return fmt.name not in formats.BY_MEAN and (fmt.table is None or 0 in fmt.table)
+
+
+def has_no_negative(qtype: str | None, calibration_method: str) -> bool:
+    """Whether operands of this format lose their negative values: codes without a sign or zero point."""
+    if qtype is None or qtype in formats.RECIPES or not formats.FORMATS[qtype].offset:
+        return False
+    name, numbers = parse("calibration_method", calibration_method, RANGES)
+    return name != "minmax" and (name != "fixed" or len(numbers) == 1 or sum(numbers) == 0)
 
 
 def _check_rounding(method: Any, qtype: str | None) -> None:
@@ -179,7 +207,8 @@ def parse_activation(text: str | None, tile_size: int | None = None) -> OperandC
     qtype, *rest = split(text)
     method = ",".join(word for word in rest if word not in ("groups", "tensor"))
     tile_size = tile_size if "groups" in rest else None
-    with renamed(dict(qtype="activation", calibration_method="activation")):
+    names = ("qtype", "calibration_method", "tile_size")
+    with renamed(dict.fromkeys(names, "activation")):
         return OperandConfig(qtype, method or "absmax", "tensor" in rest, tile_size)
 
 
@@ -187,7 +216,8 @@ def activation_text(config: OperandConfig) -> str | None:
     """Returns the text that `parse_activation` reads as this configuration."""
     if config.qtype is None:
         return None
-    chosen = dict(groups=config.tile_size is not None, tensor=config.disable_channelwise_axes)
+    in_groups = config.recipe is None and config.tile_size is not None
+    chosen = dict(groups=in_groups, tensor=config.disable_channelwise_axes)
     method = [] if config.calibration_method == "absmax" else [config.calibration_method]
     return ",".join([config.qtype, *(name for name in chosen if chosen[name]), *method])
 

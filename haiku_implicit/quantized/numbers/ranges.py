@@ -12,7 +12,9 @@ into scales in two ways, which differ by half a step:
 
 With half a step more, the last step is as wide as the others; without it, the largest magnitude has an
 exact code. So a weight has other codes in `QuantizedMatrix.quantize` than in quantized training, and
-`convert_trained` stores the codes of training. (Floats and tables end at their largest code in both.)
+`convert_trained` stores the codes of training. (Floats and tables end at their largest code in both.
+The powers of two of mxfp8 and mxfp4 are rounded up for operands, as Qwix does, so that nothing
+saturates; for stored matrices down, as the specification of MX says.)
 """
 
 from typing import Any, NamedTuple
@@ -105,7 +107,7 @@ class ScaledAxes(NamedTuple):
 
     Attributes:
       channels: the axes that have a scale for each index.
-      tiled: the axis that is cut into tiles if the configuration has a `tile_size`; None if no axis is.
+      tiled: the axis that is cut into tiles if the configuration has a `tile`; None if no axis is.
     """
 
     channels: tuple[int, ...]
@@ -170,14 +172,13 @@ def _blocks(
     """Splits the tiled axis in two; also returns the axes that share a scale, and the scales' shape."""
     shape = [size if i in axes.channels else 1 for i, size in enumerate(x.shape)]
     shared = [i for i in range(x.ndim) if i not in axes.channels]
-    size, axis = config.tile_size, axes.tiled
+    size, axis = config.tile, axes.tiled
     if size is not None and axis is not None:
         length = x.shape[axis]
         size = round(length * size) if isinstance(size, float) else size
         if size < 1 or length % size:
             raise ValueError(
-                f"tile_size: expected one that divides the axis of length {length}, got "
-                f"{config.tile_size}"
+                f"tile_size: expected one that divides the axis of length {length}, got {size}"
             )
         shape[axis] = length // size
         x = x.reshape(*x.shape[:axis], length // size, size, *x.shape[axis + 1 :])

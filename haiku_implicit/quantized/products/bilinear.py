@@ -36,8 +36,8 @@ Shape = tuple[int, ...]
 # small integer products take longer than one product of floating numbers.
 _SMALLEST_INTEGER_TILE = 128
 
-# The longest sum of products of 8-bit integers that int32 holds, if all have the largest magnitude.
-_LONGEST_SUM = (2**31 - 1) // 128**2
+# The largest sum of products of integers.
+_LARGEST_SUM = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +264,7 @@ def _struct(x: Array) -> jax.ShapeDtypeStruct:
 
 def _is_code(x: Array) -> bool:
     """Whether an array has codes: products of codes are exact, without precisions and algorithms."""
-    return np.dtype(x.dtype).itemsize == 1
+    return np.dtype(x.dtype).itemsize == 1 or _is_integer(x)
 
 
 def _is_integer(x: Array) -> bool:
@@ -350,9 +350,9 @@ def _tiles(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> _Tile
     """
     has_groups = (False, product.group_sizes is not None)
     tiled = [_tiled_axis(*own) for own in zip((a, b), product.axes, has_groups, strict=True)]
-    longest = _longest_sum(product, a, b)
+    longest = _largest_sum(product, a, b)
     if tiled == [None, None]:
-        return _Tiles((0, 0), 1) if longest <= _LONGEST_SUM else None
+        return _Tiles((0, 0), 1) if longest <= _LARGEST_SUM else None
     for pair in product.summed if product.separable else ():
         if any(t not in (None, i) for t, i in zip(tiled, pair, strict=True)):
             continue
@@ -363,7 +363,7 @@ def _tiles(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> _Tile
         size = a.codes.shape[pair[0]] // max(counts)
         if len(counts) == 1 and size >= _SMALLEST_INTEGER_TILE:
             count = counts.pop()
-            return _Tiles(pair, count) if longest <= _LONGEST_SUM * count else None
+            return _Tiles(pair, count) if longest <= _LARGEST_SUM * count else None
     return None
 
 
@@ -374,8 +374,8 @@ def _tiled_axis(x: QuantizedOperand, axes: Axes, has_groups: bool) -> int | None
     return next((i for i, n in enumerate(shape) if i not in known and n > 1), None)
 
 
-def _longest_sum(product: Bilinear, *operands: QuantizedOperand) -> float:
-    """Returns a bound on the number of products in a sum; zero for floats, which do not overflow.
+def _largest_sum(product: Bilinear, *operands: QuantizedOperand) -> float:
+    """Returns a bound on a sum of products of codes; zero for floats, which do not overflow.
 
     It is infinite if a length is symbolic (`jax.export`).
 
@@ -388,7 +388,8 @@ def _longest_sum(product: Bilinear, *operands: QuantizedOperand) -> float:
         math.prod(n for i, n in enumerate(x.codes.shape) if i not in axes)
         for x, axes in zip(operands, product.axes, strict=True)
     ]
-    return min(math.inf if export.is_symbolic_dim(n) else n for n in bounds)
+    most = math.prod(255 if x.codes.dtype == np.uint8 else 128 for x in operands)
+    return most * min(math.inf if export.is_symbolic_dim(n) else n for n in bounds)
 
 
 def _in_tiles(
@@ -414,7 +415,7 @@ def _codes(product: Bilinear, a: QuantizedOperand, b: QuantizedOperand) -> jax.A
     """Multiplies codes and scales the result; sums of integers are exact, all others float32."""
     left, right = a.codes, b.codes
     dtype = np.int32 if _is_integer(left) and _is_integer(right) else np.float32
-    if dtype is np.float32 and left.dtype != right.dtype:  # not all products take two dtypes
+    if left.dtype != right.dtype:  # not all products take two dtypes
         left, right = left.astype(dtype), right.astype(dtype)
     out = product.fun(left, right, np.dtype(dtype))
     sizes = (None, product.group_sizes)

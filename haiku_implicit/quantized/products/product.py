@@ -24,10 +24,10 @@ from haiku_implicit.quantized.products.bilinear import (
     Operand,
     Others,
     Product,
-    multiply,
     scaled,
     scaled_axes,
 )
+from haiku_implicit.quantized.products.microscaled import microscaled_product
 from haiku_implicit.quantized.products.rules import ProductConfig
 
 
@@ -147,20 +147,26 @@ def _forward(
     # (In a product with integers, an integer dtype would drop the fractions of a stored matrix.)
     known = [d for d in dtypes[:2] if d is not None and jnp.issubdtype(d, np.inexact)]
     dtype = jnp.result_type(*(known or dtypes[2:]))
-    out = multiply(product.forward(inputs.others), lhs, rhs, dtype, dtypes[2])
-    pairs = [_kept(config, x, q) for x, q in zip(inputs.operands, operands, strict=True)]
+    forward = product.forward(inputs.others)
+    out = microscaled_product(forward, lhs, rhs, config.operands, dtype, dtypes[2])
+    pairs = [
+        _kept(config, own, x, q)
+        for own, x, q in zip(config.operands, inputs.operands, operands, strict=True)
+    ]
     kept, inside = zip(*pairs, strict=True)
     return out, (inputs._replace(operands=kept, limits=(None, None)), inside)
 
 
-def _kept(config: ProductConfig, x: Operand, q: Operand) -> tuple[Operand, jax.Array | None]:
+def _kept(
+    config: ProductConfig, own: OperandConfig, x: Operand, q: Operand
+) -> tuple[Operand, jax.Array | None]:
     """Returns the residual for an operand `x` quantized to `q`, and a mask of its gradient."""
     if not isinstance(q, QuantizedOperand):
         return q, None
     inside, q = q.inside, q._replace(inside=None)
     if isinstance(x, QuantizedOperand):
         return q, None
-    original = config.use_original_residuals or _is_tiled(q)
+    original = config.use_original_residuals or own.recipe is not None or _is_tiled(q)
     return x if original else q, None if config.disable_gradient_clipping else inside
 
 
@@ -210,7 +216,8 @@ def _gradient(
         left = quantize(g, of_gradient, scaled_axes(transposed, 0, of_gradient), kept.key)
     if of_residual.qtype is not None and not isinstance(y, QuantizedOperand):
         y = quantize(y, of_residual, scaled_axes(transposed, 1, of_residual))
-    return multiply(transposed, left, y, wide, dtype)
+    both = of_gradient, of_residual
+    return microscaled_product(transposed, left, y, both, wide, dtype)
 
 
 _product.defvjp(_forward, _backward)

@@ -137,7 +137,8 @@ class QuantRule:
         convolution, and three for any operation that the rules quantize.
       weight_qtype: the format of weights, a name (see `QuantizedMatrix.quantize`) or a dtype; with None
         the module is not quantized. Stored as the format's name.
-      act_qtype: the format of activations, or None for dense ones.
+      act_qtype: the format of activations, or None for dense ones. With 'uint8' negative activations
+        become zero, unless `act_calibration_method` is 'minmax'.
       weight_calibration_method: the method to find the scales of weights, with numbers after commas:
         'absmax' (the largest magnitude; 'absmax,0.8' for a part of it), 'minmax' (with a zero point),
         'rms,3', 'percentile,99.5', 'fixed,-1,1', and for stored weights all other methods of
@@ -249,7 +250,13 @@ class QuantRule:
         names = {option: f"{prefix}_{option}" for option in ("qtype", "calibration_method", *more)}
         own = {option: getattr(self, name) for option, name in names.items()}
         with renamed(names):
-            return OperandConfig(**own, **others)
+            config = OperandConfig(**own, **others)
+        if prefix != "act" and options.has_no_negative(config.qtype, config.calibration_method):
+            raise ValueError(
+                f"{prefix}_qtype: {config.qtype!r} has no negative codes: expected "
+                f"{prefix}_calibration_method='minmax' with it, got {config.calibration_method!r}"
+            )
+        return config
 
     def config(self, lhs_is_weight: bool, rhs_is_weight: bool) -> ProductConfig:
         """Returns the configuration of a product; the arguments say which operands are weights.
@@ -288,8 +295,8 @@ class QtRule(QuantRule):
       >>> QtRule(weight_qtype='int8', act_qtype='int8', bwd_qtype='uint8')
       Traceback (most recent call last):
       ...
-      ValueError: bwd_qtype: expected one of int8, int6, int5, int4, int3, int2, nf4, fp4, fp4_bnb,
-      fp8_e4m3, fp8_e5m2, got 'uint8'
+      ValueError: bwd_qtype: 'uint8' has no negative codes: expected bwd_calibration_method='minmax'
+      with it, got 'absmax'
     """
 
     bwd_qtype: Any = None
