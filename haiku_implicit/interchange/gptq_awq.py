@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.interchange.grouped_codes import IntegerCodes
 from haiku_implicit.interchange.quantization_config import Config, Settings
 from haiku_implicit.interchange.runs_of_bits import unpacked
 from haiku_implicit.interchange.safetensors_files import Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
-from haiku_implicit.quantized.numbers import formats
 
 
 class _Layout(NamedTuple):
@@ -62,15 +62,6 @@ METHODS = {
 }
 
 
-class _Parts(NamedTuple):
-    """Codes `[outputs, inputs]`, scales and zero points `[outputs, groups]`, groups `[inputs]`."""
-
-    codes: np.ndarray
-    scales: np.ndarray
-    zeros: np.ndarray
-    group: np.ndarray
-
-
 def quantized(name: str, tensors: Tensors, where: str, own: Mapping[str, Any]) -> list[Stored]:
     """Finds the weights that a method of `METHODS` quantized.
 
@@ -93,7 +84,7 @@ def _stored(tensors: Tensors, module: str, config: Config, method: _Method) -> S
 
     def read(dense: bool) -> np.ndarray | QuantizedMatrix:
         weight = opened()
-        return _values(weight.parts()) if dense else _matrix(weight.parts(), weight.settings.bits)
+        return weight.codes().values() if dense else weight.codes().matrix()
 
     uses = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx"))
     return Stored(f"{module}.weight", lambda: opened().shape, read, uses)
@@ -118,7 +109,7 @@ class _Weight(NamedTuple):
         sizes[self.layout.packed] = packed * self.settings.word // self.settings.bits
         return sizes[0], sizes[1]
 
-    def parts(self) -> _Parts:
+    def codes(self) -> IntegerCodes:
         """Reads the weight."""
         (outputs, inputs), size = self.shape, self.settings.group_size
         groups = stored = 1 if size is None else -(-inputs // size)
@@ -133,7 +124,7 @@ class _Weight(NamedTuple):
         if self.layout is _GPTQ:
             group = self._groups(group, groups)
         zeros = _zero_points(f"{self.tensors.where}: {self.module}.qzeros", zeros, self.settings)
-        return _Parts(codes, scales, zeros, group)
+        return IntegerCodes(codes, scales, zeros, group, self.settings.bits)
 
     def _sizes(self, part: str) -> list[int]:
         """The two sizes of a tensor `[outputs, ...]`."""
@@ -203,45 +194,3 @@ def _zero_points(where: str, stored: np.ndarray, settings: Settings) -> np.ndarr
             f"{last + 1}. Convert the checkpoint to the format gptq_v2 with GPTQModel"
         )
     return stored + less_one
-
-
-# --- values --------------------------------------------------------------------------------------
-
-
-def _values(parts: _Parts) -> np.ndarray:
-    """`scale * (code - zero point)` `[outputs, inputs]`, in float32, which holds it exactly."""
-    codes, scales, zeros, group = parts
-    return scales.astype(np.float32)[:, group] * (codes - zeros[:, group]).astype(np.float32)
-
-
-def _matrix(parts: _Parts, bits: int) -> QuantizedMatrix:
-    """A `QuantizedMatrix` of the values, without offsets if all zero points are the middle code."""
-    codes, scales, zeros, group = parts
-    outputs, inputs = codes.shape
-    groups = scales.shape[1]
-    size = inputs // groups
-    if inputs % groups or (group != np.arange(inputs) // size).any():
-        raise ValueError(
-            "the groups are not runs of inputs that follow each other (desc_act, g_idx), which a "
-            "QuantizedMatrix can't hold. `dequantize` makes it dense"
-        )
-    symmetric = (zeros == 2 ** (bits - 1)).all()
-    fmt = formats.FORMATS[f"int{bits}" if symmetric else f"uint{bits}"]
-    if size % fmt.multiple:
-        raise ValueError(
-            f"groups of {size} codes of {bits} bits do not fill whole bytes, as they have to in a "
-            "QuantizedMatrix. `dequantize` makes it dense"
-        )
-    if fmt.name == "int8":
-        codes = (codes ^ 128).view(np.int8)  # minus 128
-    # A float16 scale has 11 digits and a zero point 8: float32 holds the offset exactly.
-    offset = None if symmetric else -scales.astype(np.float32) * zeros.astype(np.float32)
-    packed = formats.pack(codes.reshape(outputs, groups, size), fmt)
-    return QuantizedMatrix.from_parts(
-        packed,
-        np.ascontiguousarray(scales),
-        offset,
-        dtype=fmt.name,
-        axis=-1,
-        out_dtype=scales.dtype,
-    )

@@ -13,7 +13,13 @@ from haiku_implicit.core.messages import shown
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, DType, Json, Tree
 from haiku_implicit.files.container import CheckpointError, expect
-from haiku_implicit.interchange import bitsandbytes, gptq_awq, mlx
+from haiku_implicit.interchange import (
+    bitsandbytes,
+    compressed_tensors,
+    fp8_blocks,
+    gptq_awq,
+    mlx,
+)
 from haiku_implicit.interchange.names import Names, places_of
 from haiku_implicit.interchange.quantization_config import METHOD
 from haiku_implicit.interchange.safetensors_files import CONFIG, Tensors, open_tensors, read_config
@@ -24,6 +30,8 @@ _METHODS: dict[str, Callable[[Tensors, str, dict[str, Any]], list[Stored]]] = {
     "awq": functools.partial(gptq_awq.quantized, "awq"),
     # (For bitsandbytes the tensors suffice, whatever keys there are.)
     "bitsandbytes": lambda tensors, where, own: bitsandbytes.quantized(tensors),
+    "compressed-tensors": compressed_tensors.quantized,
+    "fp8": fp8_blocks.quantized,
     "gptq": functools.partial(gptq_awq.quantized, "gptq"),
 }
 # Keys of `config.json`: from transformers, from transformers for compressed-tensors, and from MLX.
@@ -104,7 +112,7 @@ def _quantized(tensors: Tensors, key: str, own: Any) -> list[Stored]:
     if key == _MLX:
         return mlx.quantized(tensors, where, own)
     if key == _COMPRESSION:
-        raise CheckpointError(f"{where}: weights of compressed-tensors, which are not read")
+        return compressed_tensors.quantized(tensors, where, own)
     return _METHODS[_method_of(where, own)](tensors, where, own)
 
 

@@ -179,6 +179,7 @@ def _read(placed: _Placed, where: str, dtype: DType, dense: bool) -> Array:
             value = stored.read(dense)
         axes = place.axes_for(len(in_file))
         if dense and isinstance(value, QuantizedMatrix):
+            value = value if dtype is None else value._replace(dtype=np.dtype(np.float32))
             value = np.asarray(value.materialize())
         if isinstance(value, QuantizedMatrix):
             new: Array = _as_placed(value, place, axes, shape, dtype)

@@ -1,0 +1,236 @@
+"""Models that llm-compressor quantized, with the weights that compressed-tensors makes of them.
+
+`tests/data/make_compressed_tensors_goldens.py` made them.
+"""
+
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+
+DATA = pathlib.Path(__file__).parents[1] / "data" / "compressed"
+NAMES = hki.names_by_pattern(
+    {
+        r"model\.layers\.0\.(?:mlp|self_attn)\.(\w+)_proj\.weight": r"\1/w",
+        r".*(norm|embed_tokens|lm_head)\.weight": None,
+    }
+)
+
+
+@functools.cache
+def loaded(case, dtype=None, dequantize=None):
+    """The weights of a folder, and the values that compressed-tensors gives them."""
+    found = hki.load_hugging_face(DATA / case, NAMES, dtype=dtype, dequantize=dequantize)
+    with np.load(DATA / case / "expected.npz") as file:
+        wanted = {x.split(".")[-2].removesuffix("_proj"): file[x].T for x in file if "proj" in x}
+    return {module: own["w"] for module, own in found.items()}, wanted
+
+
+# The format, the group size and the number of tiles of each weight.
+STORED = {
+    "integers": {
+        "q": ("int4", 16, 32),
+        "k": ("uint4", 16, 32),
+        "v": ("int4", 32, 32),
+        "o": ("int8", 32, 32),
+        "gate": ("uint8", 32, 64),
+        "up": ("int3", 32, 64),
+        "down": ("int8", 16, 32),  # 7 bits
+    },
+    "floats": {
+        "q": ("fp8_e4m3", 32, 1),
+        "k": ("fp8_e4m3", 32, 32),
+        "v": ("fp8_e4m3", 16, 2),
+        "gate": ("fp8_e4m3", 32, 64),  # blocks of 24 rows, the last one of 16
+        "o": ("fp4", 16, 32),
+        "up": ("fp4", 32, 64),
+        "down": ("fp8_e4m3", 32, 32),
+    },
+    "linear": dict.fromkeys(("q", "down"), ("int4", 16, 32)),
+    "fp8": {"q": ("fp8_e4m3", 32, 2), "down": ("fp8_e4m3", 32, 2)},
+    "fp8_powers": {"gate": ("fp8_e4m3", 32, 4)},
+}
+PAIRS = [(case, name) for case, own in STORED.items() for name in own]
+DTYPES = {"linear": "float32", "fp8": "float32"}
+
+
+@pytest.mark.parametrize(("case", "name"), PAIRS)
+def test_values_are_those_of_the_writer(case, name):
+    found, wanted = loaded(case)
+    w = found[name]
+    assert (w.format, w.group_size, w.scale.shape[-2]) == STORED[case][name]
+    assert w.dtype == DTYPES.get(case, "bfloat16")
+    got = np.asarray(w.materialize(), np.float32)
+    # transformers rounds to the dtype of the model, which was bfloat16.
+    got = got.astype(jnp.bfloat16).astype(np.float32) if case == "fp8" else got
+    np.testing.assert_array_equal(got, wanted[name])
+
+
+@pytest.mark.parametrize(("case", "name"), [("integers", "k"), ("floats", "o"), ("floats", "gate")])
+def test_products_keep_the_codes(case, name):
+    found, wanted = loaded(case, dtype="float32")
+    w, want = found[name], wanted[name]
+    assert w.dtype == jnp.float32
+    x = np.random.default_rng(0).normal(size=(3, w.shape[0])).astype(np.float32)
+
+    def loss(x, w):
+        return (jnp.dot(x, w) ** 2).sum()
+
+    with hki.materialization("error"):
+        y = jax.jit(hki.use_implicit_args(jnp.dot))(x, w)
+        gradient = jax.grad(hki.use_implicit_args(loss))(x, w)
+    dense = np.asarray(w.materialize())
+    np.testing.assert_allclose(dense, want, rtol=2**-8)  # not rounded to bfloat16
+    np.testing.assert_allclose(y, x @ dense, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradient, 2 * (x @ dense) @ dense.T, rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_in_the_order_of_their_activations():
+    with pytest.raises(ValueError, match=r"groups are not runs of inputs .*`dequantize` makes it"):
+        loaded("order")
+    found, wanted = loaded("order", dtype="float16", dequantize=True)
+    np.testing.assert_array_equal(found["q"], wanted["q"])
+
+
+@pytest.mark.parametrize("case", ["integers", "floats"])
+def test_dense_values(case):
+    found, wanted = loaded(case, dtype="bfloat16", dequantize=True)
+    exact, _ = loaded(case, dtype="float32", dequantize=True)
+    codes, _ = loaded(case, dtype="float32")
+    for name, want in wanted.items():
+        assert isinstance(found[name], jax.Array)
+        np.testing.assert_array_equal(np.asarray(found[name], np.float32), want)
+        np.testing.assert_array_equal(exact[name], codes[name].materialize())
+
+
+def deepseek(codes, scales, size):
+    """`weight_dequant` of DeepSeek-V3, element by element."""
+    rows, columns = np.indices(codes.shape)
+    return codes.astype(np.float32) * scales[rows // size, columns // size]
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((256, 256), 128), ((200, 384), 128), ((8, 192), 64)]
+)
+def test_blocks_of_deepseek(shape, groups, tmp_path):
+    rng = np.random.default_rng(0)
+    codes = rng.normal(size=shape).astype(np.float32).astype(jnp.float8_e4m3fn)
+    scales = rng.uniform(1, 2, [-(-n // 128) for n in shape]).astype(np.float32)
+    tensors = {"up.weight": codes, "up.weight_scale_inv": scales}
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    hki.save(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    w = hki.load_hugging_face(tmp_path, {"up.weight": "up/w"})["up"]["w"]
+    assert isinstance(w, hki.QuantizedMatrix) and w.group_size == groups
+    np.testing.assert_array_equal(w.materialize(), deepseek(codes, scales, 128).T)
+
+
+def of_one_weight(folder, config, **tensors):
+    hki.save(folder / "model.safetensors", {f"up.{key}": x for key, x in tensors.items()})
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return hki.load_hugging_face(folder, {"up.weight": "up/w"})["up"]["w"]
+
+
+def test_scales_of_float8_for_outputs_and_for_all(tmp_path):
+    codes = np.arange(24, dtype=np.float32).reshape(4, 6).astype(jnp.float8_e4m3fn)
+    config = {"quant_method": "fp8", "activation_scheme": "static"}
+    for scale in (np.float32(0.3), np.array([0.3]), np.arange(4)[:, None]):
+        scale = np.asarray(scale, np.float32)
+        own = dict(weight=codes, weight_scale=scale, input_scale=np.float32(1))
+        w = of_one_weight(tmp_path, config, **own)
+        want = codes.astype(np.float32) * scale
+        np.testing.assert_array_equal(w.materialize(), want.T)
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+CODES = np.zeros((8, 130), jnp.float8_e4m3fn)
+WRONG_FP8 = [
+    (FP8, (1, 2), "end within a block of 128, and 2 is the largest group"),
+    (FP8, (1, 3), r"scales \[1, 3\] for \[8, 130\]: expected one for each block of \[128, 128\]"),
+    (FP8 | {"fmt": "e5m2"}, (1, 2), "fmt: expected 'e4m3', got 'e5m2'"),
+    (FP8 | {"weight_block_size": 128}, (1, 2), "weight_block_size: expected two positive integers"),
+    (FP8 | {"rotation": True}, (1, 2), "rotation: True: not a key that is known"),
+]
+
+
+@pytest.mark.parametrize(("config", "shape", "message"), WRONG_FP8)
+def test_blocks_that_are_not_read(config, shape, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        of_one_weight(tmp_path, config, weight=CODES, weight_scale_inv=np.ones(shape, np.float32))
+
+
+# A change of the configuration, by the path of a key, and the error.
+WRONG = [
+    (["format"], "marlin-24", "format: expected one of pack-quantized, .*got 'marlin-24'"),
+    (["transform_config"], {"R1": {}}, "transform_config: expected none"),
+    (["sparsity_config"], {"format": "sparse-24-bitmask"}, "sparsity_config: expected none"),
+    (["quantization_status"], "frozen", "quantization_status: expected 'compressed', got 'frozen'"),
+    (["config_groups"], {}, "config_groups: expected groups, got {}"),
+    (["rotation"], 1, "rotation: 1: not a key that is known"),
+    (["config_groups", "group_0", "weights", "num_bits"], 9, "int and 2 to 8, or float and 4 or 8"),
+    (
+        ["config_groups", "group_0", "weights", "strategy"],
+        "token",
+        "strategy: expected one of tensor",
+    ),
+    (["config_groups", "group_0", "weights", "group_size"], 0, "group_size: expected a positive"),
+    (
+        ["config_groups", "group_0", "weights", "group_size"],
+        32,
+        r"weight_scale: expected .*\[32, 2\]",
+    ),
+    (["config_groups", "group_0", "weights", "sign"], True, "sign: True: not a key that is known"),
+    (["config_groups", "group_0", "targets"], ["re:["], r"targets: 're:\[': unterminated"),
+    (["config_groups", "group_0", "targets"], ["re:.*k_proj"], "down_proj: expected one group of"),
+    (
+        ["config_groups", "group_0", "weights", "num_bits"],
+        3,
+        r"version \(with 3 bits\): expected 0.18",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), WRONG)
+def test_what_a_configuration_may_not_say(path, value, message, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(DATA / "linear" / name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["version"] = "0.17.1"
+    *place, key = ["quantization_config", *path]
+    functools.reduce(dict.__getitem__, place, config)[key] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(hki.CheckpointError, match=message):
+        hki.load_hugging_face(tmp_path, NAMES)
+
+
+def test_two_groups_for_classes_of_layers(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(DATA / "linear" / name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    other = json.loads(json.dumps(groups["group_0"])) | {"targets": ["Embedding"]}
+    groups["group_1"] = other
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert hki.load_hugging_face(tmp_path, NAMES)["q"]["w"].format == "int4"  # they are alike
+    other["weights"]["symmetric"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        hki.CheckpointError, match="got group_0, group_1. Name the weight in targets"
+    ):
+        hki.load_hugging_face(tmp_path, NAMES)
+    exact = "model.layers.0.self_attn.q_proj"
+    names = dict.fromkeys(hki.load(tmp_path / "model.safetensors")[""])
+    names |= {f"{exact}.{part}": None for part in ("weight_packed",)} | {f"{exact}.weight": "q/w"}
+    names |= {
+        f"{x.rpartition('.')[0]}.weight": None for x in names if "proj" in x and exact not in x
+    }
+    groups["group_0"]["targets"] = [exact]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert hki.load_hugging_face(tmp_path, names)["q"]["w"].format == "int4"
