@@ -29,6 +29,7 @@ from haiku_implicit.quantized.numbers import channel_scales, formats, options, s
 from haiku_implicit.quantized.products.rules import QuantRule
 from haiku_implicit.quantized.types import observed
 from haiku_implicit.quantized.types.observed import Observed
+from haiku_implicit.quantized.types.trellis import BITS
 
 
 def input_moments(
@@ -254,9 +255,13 @@ def quantize_with_inputs(
     """
     chosen, numbers = parsed(method)
     default: QuantizeArguments = dict(dtype="int4", calibration="mse")
+    if options.get("dtype") in BITS:
+        default = {}
     how = QuantizeOptions.of(options, default, rules=rules is not None)
     if how.axis != -2:
         raise ValueError(f"axis: the inputs are those of axis -2, got {how.axis}")
+    if how.is_rotated and chosen is not _METHODS["gptq"]:
+        raise ValueError(f"method: expected 'gptq' for weights that are rotated, got {method!r}")
     if rules is not None:
         rules = trees.checked_rules(rules)
     elif chosen.needed == "maxima":
@@ -311,7 +316,7 @@ def _check_activation(method: str, how: QuantizeOptions) -> None:
         )
 
 
-def _gptq(w: jax.Array, moments: jax.Array, how: QuantizeOptions) -> QuantizedMatrix:
+def _gptq(w: jax.Array, moments: jax.Array, how: QuantizeOptions) -> ImplicitArray:
     return how.quantize(w, moments)
 
 
