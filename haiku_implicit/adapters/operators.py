@@ -1,4 +1,4 @@
-"""Matrices as linear operators, without dense entries: diagonal, Kronecker, block diagonal, Hadamard."""
+"""Matrices as linear operators, without dense entries: diagonal, Kronecker, blocks, Hadamard."""
 
 import abc
 import dataclasses
@@ -246,8 +246,8 @@ class BlockDiagonal(Operator, linear_in="blocks"):
 class Hadamard(Operator):
     """A rotation `[n, n]`: signs, then a Hadamard matrix for each block of indices, or its inverse.
 
-    It spreads outliers over all indices of a block, so that a rotated weight is normally distributed and
-    easier to quantize (QuIP#, arXiv:2402.04396; QuaRot, arXiv:2404.00456).
+    It spreads outliers over all indices of a block: a rotated weight is normally distributed, and easier
+    to quantize (QuIP#, arXiv:2402.04396; QuaRot, arXiv:2404.00456).
 
     Attributes:
       signs: `[..., ceil(n / 8)]`, uint8: bit `i % 8` of byte `i // 8` is set for a sign of -1.
@@ -258,7 +258,8 @@ class Hadamard(Operator):
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
       >>> rotation = hki.adapters.Hadamard.random(6)
-      >>> rotation.block, bool(jnp.allclose(rotation.T @ rotation, jnp.eye(6), atol=1e-6))
+      >>> back = rotation.transposed().times(rotation.times(jnp.eye(6)))
+      >>> rotation.block, bool(jnp.allclose(back, jnp.eye(6), atol=1e-6))
       (2, True)
     """
 
@@ -294,18 +295,19 @@ class Hadamard(Operator):
         parts = x.reshape(*x.shape[:-1], -1, rows, self.block // rows)
         product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
         parts = product("...pq,pr->...rq", parts, left.astype(x.dtype))
-        return product("...rq,qs->...rs", parts, right.astype(x.dtype)).reshape(x.shape)
+        parts = product("...rq,qs->...rs", parts, right.astype(x.dtype))
+        return parts.reshape(x.shape) * (1 / math.sqrt(self.block))
 
     def transposed(self) -> "Hadamard":
         return self._replace(is_inverse=not self.is_inverse)
 
 
 def _hadamard(size: int) -> np.ndarray:
-    """The Hadamard matrix of a power of two, scaled to be a rotation."""
+    """The Hadamard matrix of a power of two, of ones and minus ones."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix / math.sqrt(size)
+    return matrix
 
 
 @primitive_handler("convert_element_type")

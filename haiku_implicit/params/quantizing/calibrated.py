@@ -24,7 +24,7 @@ from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import QuantizeOptions
 from haiku_implicit.params.trees.selection import describe, errors_name
-from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
+from haiku_implicit.quantized.matrix import QuantizeArguments
 from haiku_implicit.quantized.numbers import channel_scales, formats, options, scales
 from haiku_implicit.quantized.products.rules import QuantRule
 from haiku_implicit.quantized.types import observed
@@ -229,11 +229,13 @@ def quantize_with_inputs(
       **options: how to quantize, as `QuantizedMatrix.quantize` documents: `dtype` ('int4'),
         `group_size`, `zero_point`, `calibration` ('mse'; the search for scales also weights errors by
         the mean squares of the inputs, except for 'smoothquant', which does not know them),
-        `scale_dtype`, `activation` ('smoothquant' needs one).
+        `scale_dtype`, `activation` ('smoothquant' needs one); `rotate`, and trellis codes, as for
+        `quantize_params`, with 'gptq'.
 
     Returns:
-      The parameters with these weights as `QuantizedMatrix`, grouped along axis -2. All methods but
-      'gptq' wrap it in a `ScaledMatrix`, which divides the inputs by the factors of the channels.
+      The parameters with these weights as `QuantizedMatrix`, grouped along axis -2 (rotated ones in
+      `adapters.Rotated`). All methods but 'gptq' wrap it in a `ScaledMatrix`, which divides the inputs
+      by the factors of the channels.
 
     Raises:
       ValueError: for empty inputs, a path without a dense weight in `params`, inputs that are not

@@ -213,7 +213,11 @@ class QuantizeOptions:
         """A weight quantized with these options; for a struct, the struct of the result."""
         if isinstance(w, jax.ShapeDtypeStruct):
             return jax.eval_shape(self.quantize, w)
-        return Rotated.quantize(w, self._stored, moments) if self.is_rotated else self._stored(w, moments)
+        return (
+            Rotated.quantize(w, self._stored, moments)
+            if self.is_rotated
+            else self._stored(w, moments)
+        )
 
     def _stored(self, w: jax.Array, moments: jax.Array | None) -> ImplicitArray:
         """A weight quantized as it is, or after its rotation."""

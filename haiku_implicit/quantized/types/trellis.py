@@ -25,7 +25,7 @@ from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import result_sharding
 from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive, Result
 from haiku_implicit.quantized.cpu import native
-from haiku_implicit.quantized.numbers import gptq
+from haiku_implicit.quantized.numbers import gptq, scales
 from haiku_implicit.quantized.products.stored import blocked_dot
 from haiku_implicit.quantized.types.matrix_indexing import as_index
 
@@ -41,16 +41,18 @@ BITS = {"trellis2": 2, "trellis3": 3, "trellis4": 4}
 
 @dataclasses.dataclass
 class TrellisMatrix(ImplicitArray, core_ndim=2):
-    """A matrix whose numbers are trellis codes (QTIP, arXiv:2406.11235), normally distributed ones at best.
+    """A matrix of normally distributed numbers, as trellis codes of 2, 3 or 4 bits.
 
-    It has no scales: `ScaledMatrix` multiplies its columns, and `Rotated` makes numbers of any weight
-    normally distributed; `quantize_params(params, dtype="trellis3")` makes the three together. The codes
-    are the windows of a bitshift trellis of 12 bits, which end where they begin; their values are 1MAD's,
-    sums of the bytes of a product. A sequence has 256 numbers, or so many fewer that all are equally long.
+    After QTIP, Tseng et al. 2024, arXiv:2406.11235. The matrix has no scales: `ScaledMatrix` multiplies
+    its columns, and `Rotated` makes the numbers of any weight normally distributed.
+    `quantize_params(params, dtype="trellis3")` makes the three together. Each number is a sum of the
+    bytes of a product (1MAD) of the 12 bits from its own first bit on, so that it shares bits with its
+    neighbors. The bits of a sequence are a circle. A sequence has 256 numbers, or fewer if that makes
+    all sequences of a row equally long.
 
     Attributes:
-      words: `[..., rows, k * bits / 32]`, uint32: the codes of rows of numbers, the lowest bits first; `k`
-        is a multiple of 32.
+      words: `[..., rows, k * bits / 32]`, uint32: the codes of rows of numbers, the lowest bits first;
+        `k` is a multiple of 32.
       length: how many numbers of each row belong to the matrix.
       bits: of a number: 2, 3 or 4.
       axis: the axis of the matrix along which the sequences run: -1 for `[..., rows, length]`, -2 for
@@ -84,7 +86,9 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
                 f"TrellisMatrix: expected 2, 3 or 4 bits and the axis -2 or -1, got {self.bits!r} and "
                 f"{self.axis!r}"
             )
-        with expecting(f"TrellisMatrix: expected words in uint32, got {self.words.dtype}", TypeError):
+        with expecting(
+            f"TrellisMatrix: expected words in uint32, got {self.words.dtype}", TypeError
+        ):
             chex.assert_type(self.words, jnp.uint32)
         count, steps = sequences(self.length)
         words = count * steps * self.bits // 32
@@ -93,20 +97,27 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
             chex.assert_shape(self.words, (..., None, words))
 
     @classmethod
-    def encode(cls, w: Array, bits: int, moments: Array = None, dtype: DType = None) -> Self:
+    def encode(cls, w: Array, bits: int, moments: Array = None, dtype: DType | None = None) -> Self:
         """Finds the codes of least squared error, also under `jit`, `vmap` and `eval_shape`.
 
         Args:
           w: `[..., n, m]`, floating, finite; best with columns of mean square one.
           bits: of a number: 2, 3 or 4.
-          moments: `[..., n, n]`: xᵀx of the inputs x of products `x @ w`; then rows are encoded one after
-            another, the largest inputs first, and leave their errors to the next ones (LDLQ, as GPTQ does).
+          moments: `[..., n, n]`: xᵀx of the inputs x of products `x @ w`. Then rows are encoded one
+            after another, the largest inputs first, and the next ones make up for the errors (LDLQ).
           dtype: of the matrix; None: the dtype of `w`.
 
         Returns:
           The matrix, with sequences along the last axis.
+
+        Raises:
+          ValueError: for a weight that is not finite or has less than two axes.
         """
         w = jnp.asarray(w)
+        if w.ndim < 2 or scales.known_nonfinite(w):
+            raise ValueError(
+                f"w: expected a finite matrix [..., n, m], got {list(w.shape)}, or not finite"
+            )
         count, steps = sequences(w.shape[-1])
         numbers = jnp.pad(w.astype(jnp.float32), _last(w.ndim, count * steps - w.shape[-1]))
         words = _words(numbers, moments, bits, steps)
@@ -237,8 +248,8 @@ def encode(w: jax.Array, factor: jax.Array, bits: int, steps: int) -> jax.Array:
 
     Args:
       w: `[batch, rows, k]`, float32.
-      factor: `[batch, rows, rows]`, the upper Cholesky factors of the inverse moments of the inputs that
-        meet the rows, as GPTQ has it; `[batch, 0, 0]`: each row is encoded alone.
+      factor: `[batch, rows, rows]`, the upper Cholesky factors of the inverse moments of the rows'
+        inputs, as GPTQ has them; `[batch, 0, 0]`: each row is encoded alone.
       bits: of each number.
       steps: the length of each sequence.
 
@@ -281,7 +292,7 @@ def _states(w: jax.Array, bits: int) -> jax.Array:
 
 
 def _backward(w: jax.Array, last: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the least costs, by the bits shared with the window before, and each number's new bits."""
+    """Returns the least costs, by the bits of the window before, and the new bits of each number."""
     of_windows = values(jnp.arange(2**WINDOW, dtype=jnp.uint32))
 
     def step(after: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -356,7 +367,9 @@ def cut_rows(
     """Slices or splits any axes but the sequences'."""
     along = w.ndim + w.axis
     if "axis" in params:
-        return NotImplemented if params["axis"] == along else cut_fields(primitive, w, starts, params)
+        return (
+            NotImplemented if params["axis"] == along else cut_fields(primitive, w, starts, params)
+        )
     sizes = params.get("slice_sizes") or params["limit_indices"]
     steps = params.get("strides") or (1,) * w.ndim
     begins = params.get("start_indices", (0,) * w.ndim)
