@@ -246,8 +246,8 @@ class BlockDiagonal(Operator, linear_in="blocks"):
 class Hadamard(Operator):
     """A rotation `[n, n]`: signs, then a Hadamard matrix for each block of indices, or its inverse.
 
-    It spreads outliers over all indices of a block: a rotated weight is normally distributed, and easier
-    to quantize (QuIP#, arXiv:2402.04396; QuaRot, arXiv:2404.00456).
+    It spreads outliers over all indices of a block, so that a rotated weight is about normally
+    distributed, and easier to quantize (QuIP#, arXiv:2402.04396; QuaRot, arXiv:2404.00456).
 
     Attributes:
       signs: `[..., ceil(n / 8)]`, uint8: bit `i % 8` of byte `i // 8` is set for a sign of -1.
@@ -271,11 +271,13 @@ class Hadamard(Operator):
     default_dtype = jnp.float32
 
     @classmethod
-    def random(cls, length: int, seed: int = 0, batch: tuple[int, ...] = (), **fields: Any) -> Self:
-        """A rotation with the largest blocks that divide the length, and signs drawn once for a batch."""
+    def random(
+        cls, length: int, batch: tuple[int, ...] = (), *, seed: int = 0, dtype: DType | None = None
+    ) -> Self:
+        """A rotation with the largest blocks that divide the length; a batch has the same signs."""
         bits = np.random.RandomState(seed).randint(0, 256, -(-length // 8)).astype(np.uint8)
         signs = jnp.broadcast_to(bits, (*batch, len(bits)))
-        return cls(signs, length, length & -length, **fields)
+        return cls(signs, length, length & -length, dtype=dtype)
 
     def compute_shape(self) -> tuple[int, ...]:
         return (*np.shape(self.signs)[:-1], self.length, self.length)

@@ -55,7 +55,7 @@ class Rotated(Wrapper, core_ndim=2, linear_in="w"):
           moments: `[..., n, n]`, xᵀx of the inputs x of products with `w`; or None.
         """
         *lead, n, _ = w.shape
-        rotation = Hadamard.random(n, batch=tuple(lead), dtype=w.dtype)
+        rotation = Hadamard.random(n, tuple(lead), dtype=w.dtype)
 
         def turned(x: jax.Array) -> jax.Array:
             wide = rotation._replace(dtype=jnp.promote_types(x.dtype, jnp.float32))
