@@ -25,6 +25,7 @@ from tqdm import tqdm
 import haiku_implicit as hki
 from benchmarks import fidelity_report as report
 from benchmarks import result_files
+from haiku_implicit.adapters import Rotated
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by name
@@ -82,7 +83,7 @@ def linear_weights(params: Params) -> list[tuple[str, str]]:
 
 
 def is_quantized(x: Any) -> bool:
-    return isinstance(x, hki.QuantizedMatrix | hki.ScaledMatrix)
+    return isinstance(x, hki.QuantizedMatrix | hki.ScaledMatrix | Rotated)
 
 
 class Inputs:
@@ -117,9 +118,7 @@ class Encoder:
         self.dense = np.asarray(self.apply(self.params, *self.batch))
         background = minilm.read_documents(smollm.fetch(minilm.BACKGROUND))
         calibration = minilm.tokenize(files[0], background[:128], 128)
-        self.inputs = Inputs(
-            lambda p, batch: self.apply(p, *batch), self.params, [calibration], LINEAR
-        )
+        self.inputs = Inputs(self.apply, self.params, [calibration], LINEAR)
 
     def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
         """Returns the bits, the error of the weights, and the scores."""

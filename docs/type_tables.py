@@ -80,6 +80,7 @@ def places(values: jax.Array) -> tuple[Any, ...]:
 ARRAYS: dict[str, Callable[[], Any]] = {
     "LoRA": lora,
     "QuantizedMatrix": quantized,
+    "TrellisMatrix": lambda: hki.TrellisMatrix.encode(matrix(), 3),
     "ScaledMatrix": lambda: hki.ScaledMatrix(quantized(), jnp.linspace(0.5, 1.0, N)),
     "MatrixView": lambda: hki.MatrixView.of(
         normal(N, 4, 8), [-3], [-2, -1], hki.QuantizedMatrix.quantize, dtype="int8", group_size=32
@@ -124,6 +125,7 @@ ARRAYS: dict[str, Callable[[], Any]] = {
     "Kronecker": lambda: adapters.Kronecker(normal(8, 8), normal(8, 4)),
     "Sparse": lambda: adapters.Sparse(*places(normal(50))),
     "Fourier": lambda: adapters.Fourier(*places(normal(50))),
+    "Hadamard": lambda: adapters.Hadamard.random(N),
     "Circulant": lambda: adapters.Circulant(normal(8, 4, 8)),
     "BlockLowRank": lambda: adapters.BlockLowRank(normal(2, N // 2, 2, 2), normal(2, 2, 2, M // 2)),
 }

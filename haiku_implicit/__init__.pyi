@@ -14,6 +14,7 @@ from haiku_implicit.arrays import (
     StaticQuantized,
     SymbolicConstant,
     TrainedQuantized,
+    TrellisMatrix,
     Zeros,
     fake_quantize,
 )
@@ -154,6 +155,7 @@ __all__ = [
     "QuantizedCache",
     "Repeated",
     "TrainedQuantized",
+    "TrellisMatrix",
     "StaticQuantized",
     "FakeQuantized",
     "SymbolicConstant",

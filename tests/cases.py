@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import haiku_implicit as hki
+from haiku_implicit.adapters import Rotated
 from haiku_implicit.arrays.deferred import Deferred
 
 SHAPE = (4, 4)
@@ -194,6 +195,16 @@ def make_scaled(key, shape):
     return hki.ScaledMatrix(matrix, 2.0 ** jax.random.randint(keys[1], shape[:-1], -1, 2))
 
 
+def make_trellis(key, shape):
+    """Numbers of 4 bits, not near zero: the codes have errors of some 0.1."""
+    return hki.TrellisMatrix.encode(0.4 + matrix(key, shape) + jnp.eye(*shape[-2:]) / 2, 4)
+
+
+def make_rotated(key, shape):
+    w = 0.4 + matrix(key, shape) + jnp.eye(*shape[-2:])
+    return Rotated.quantize(w, lambda w, _: hki.TrellisMatrix.encode(w, 4))
+
+
 def make_fake(key, shape):
     """Values that are codes times 1/128, the largest code in each column: rounding changes none."""
     diagonal = jnp.eye(*shape[-2:], dtype=bool)
@@ -234,6 +245,10 @@ def dense_scaled(x):
     return np.asarray(hki.materialize(x.matrix)) * np.asarray(x.scale)[..., None]
 
 
+def dense_rotated(x):
+    return np.asarray(hki.materialize(x.rotation)) @ np.asarray(hki.materialize(x.w))
+
+
 def dense_concatenated(x):
     return np.concatenate([dense_lora(x.parts[0]), x.parts[1]], -1)
 
@@ -271,6 +286,8 @@ CASES = {
     "int4 groups offset": Case(int4),
     "nf4 groups last axis": quantized("nf4", group_size=2, axis=-1),
     "scaled int8": Case(make_scaled, dense_scaled),
+    "trellis": Case(make_trellis),
+    "rotated trellis": Case(make_rotated, dense_rotated),
     "view of lora": Case(make_view, lambda x: np.swapaxes(dense_lora(x.matrix), -1, -2)),
     "lora, repeated": Case(
         make_repeated, lambda x: np.repeat(dense_lora(x.array), 2, -2), singular=True

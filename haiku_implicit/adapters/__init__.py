@@ -12,7 +12,13 @@ from haiku_implicit.adapters.lokr import LoKr
 from haiku_implicit.adapters.low_rank_diagonal import LowRankDiagonal
 from haiku_implicit.adapters.miss import MiSS
 from haiku_implicit.adapters.oft import BOFT, OFT
-from haiku_implicit.adapters.operators import BlockDiagonal, Diagonal, Kronecker, Operator
+from haiku_implicit.adapters.operators import (
+    BlockDiagonal,
+    Diagonal,
+    Hadamard,
+    Kronecker,
+    Operator,
+)
 from haiku_implicit.adapters.places import Fourier, FourierFT, SHiRA, Sparse
 from haiku_implicit.adapters.randlora import RandLoRA
 from haiku_implicit.adapters.rotated import Rotated
@@ -32,6 +38,7 @@ __all__ = [
     "DoRA",
     "Fourier",
     "FourierFT",
+    "Hadamard",
     "InputDropout",
     "Kronecker",
     "LoCon",

@@ -1,10 +1,11 @@
-"""Matrices as linear operators, without dense entries: diagonal, Kronecker, block diagonal."""
+"""Matrices as linear operators, without dense entries: diagonal, Kronecker, blocks, Hadamard."""
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.fields import aux_field
-from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
+from haiku_implicit.core.fields import aux_field, frozen_field
+from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive, Result
 from haiku_implicit.quantized.products.ragged import row_numbers
 from haiku_implicit.quantized.products.tiles import groups_of_rows
 
@@ -239,3 +240,81 @@ class BlockDiagonal(Operator, linear_in="blocks"):
 
     def transposed(self) -> "BlockDiagonal":
         return self._replace(blocks=self.blocks.mT)
+
+
+@dataclasses.dataclass
+class Hadamard(Operator):
+    """A rotation `[n, n]`: signs, then a Hadamard matrix for each block of indices, or its inverse.
+
+    It spreads outliers over all indices of a block, so that a rotated weight is about normally
+    distributed, and easier to quantize (QuIP#, arXiv:2402.04396; QuaRot, arXiv:2404.00456).
+
+    Attributes:
+      signs: `[..., ceil(n / 8)]`, uint8: bit `i % 8` of byte `i // 8` is set for a sign of -1.
+      length: `n`.
+      block: the length of a block, a power of two that divides `n`.
+      is_inverse: whether the signs come last, as in the transpose.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> rotation = hki.adapters.Hadamard.random(6)
+      >>> back = rotation.transposed().times(rotation.times(jnp.eye(6)))
+      >>> rotation.block, bool(jnp.allclose(back, jnp.eye(6), atol=1e-6))
+      (2, True)
+    """
+
+    signs: Array = frozen_field()
+    length: int = aux_field()
+    block: int = aux_field()
+    is_inverse: bool = aux_field(default=False)
+
+    default_dtype = jnp.float32
+
+    @classmethod
+    def random(
+        cls, length: int, batch: tuple[int, ...] = (), *, seed: int = 0, dtype: DType | None = None
+    ) -> Self:
+        """A rotation with the largest blocks that divide the length; a batch has the same signs."""
+        bits = np.random.RandomState(seed).randint(0, 256, -(-length // 8)).astype(np.uint8)
+        signs = jnp.broadcast_to(bits, (*batch, len(bits)))
+        return cls(signs, length, length & -length, dtype=dtype)
+
+    def compute_shape(self) -> tuple[int, ...]:
+        return (*np.shape(self.signs)[:-1], self.length, self.length)
+
+    def times(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        bits = self.signs[:, None] >> np.arange(8, dtype=np.uint8) & 1
+        signs = 1 - 2 * bits.reshape(-1)[: self.length].astype(wide.dtype)
+        if self.is_inverse:
+            return (self._spread(wide) * signs).astype(x.dtype)
+        return self._spread(wide * signs).astype(x.dtype)
+
+    def _spread(self, x: jax.Array) -> jax.Array:
+        """Multiplies blocks by a Hadamard matrix, as a product of two small ones (of Kronecker)."""
+        rows = 2 ** (self.block.bit_length() // 2)
+        left, right = _hadamard(rows), _hadamard(self.block // rows)
+        parts = x.reshape(*x.shape[:-1], -1, rows, self.block // rows)
+        product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        parts = product("...pq,pr->...rq", parts, left.astype(x.dtype))
+        parts = product("...rq,qs->...rs", parts, right.astype(x.dtype))
+        return parts.reshape(x.shape) * (1 / math.sqrt(self.block))
+
+    def transposed(self) -> "Hadamard":
+        return self._replace(is_inverse=not self.is_inverse)
+
+
+def _hadamard(size: int) -> np.ndarray:
+    """The Hadamard matrix of a power of two, of ones and minus ones."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
+
+
+@primitive_handler("convert_element_type")
+def cast_hadamard(
+    primitive: Primitive, w: Hadamard, *, new_dtype: DType, **params: EqnParam
+) -> Result:
+    """Casts the rotation, which is computed with, to another floating dtype."""
+    return w._replace(dtype=new_dtype) if jnp.issubdtype(new_dtype, np.floating) else NotImplemented

@@ -1,14 +1,15 @@
 """`Rotated`: a weight whose inputs pass through a square operator first."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.adapters.operators import filled_outside, takes_whole_rows
+from haiku_implicit.adapters.operators import Hadamard, filled_outside, mapped, takes_whole_rows
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.compat import ragged_dot_general_p
@@ -40,6 +41,30 @@ class Rotated(Wrapper, core_ndim=2, linear_in="w"):
         sentence = f"Rotated: expected w [..., n, m] and rotation [..., n, n], got {w}, {rotation}"
         with expecting(sentence):
             chex.assert_shape(self.rotation, (*w[:-1], w[-2]))
+
+    @classmethod
+    def quantize(
+        cls, w: Array, quantize: Callable[[Array, Array], Array], moments: Array = None
+    ) -> Self:
+        """Quantizes a weight after a random Hadamard rotation of its inputs.
+
+        Args:
+          w: `[..., n, m]`, floating.
+          quantize: a function of the rotated weight and its moments (or None), such as one that calls
+            `QuantizedMatrix.quantize`.
+          moments: `[..., n, n]`, xᵀx of the inputs x of products with `w`; or None.
+        """
+        *lead, n, _ = w.shape
+        rotation = Hadamard.random(n, tuple(lead), dtype=w.dtype)
+
+        def turned(x: jax.Array) -> jax.Array:
+            wide = rotation._replace(dtype=jnp.promote_types(x.dtype, jnp.float32))
+            columns = mapped(lambda r, x: r.times(x), len(lead))(wide, x.astype(wide.dtype).mT)
+            return columns.mT
+
+        if moments is not None:
+            moments = turned(turned(jnp.asarray(moments)).mT).mT
+        return cls(quantize(turned(w).astype(w.dtype), moments), rotation)
 
     def materialize(self) -> jax.Array:
         return self.rotation @ self.w

@@ -16,6 +16,7 @@ from haiku_implicit.quantized.types.quantized_blocks import QuantizedBlocks
 from haiku_implicit.quantized.types.quantized_cache import QuantizedCache
 from haiku_implicit.quantized.types.static_quantized import StaticQuantized
 from haiku_implicit.quantized.types.trained_quantized import TrainedQuantized
+from haiku_implicit.quantized.types.trellis import TrellisMatrix
 
 __all__ = [
     "Concatenated",
@@ -30,6 +31,7 @@ __all__ = [
     "StaticQuantized",
     "SymbolicConstant",
     "TrainedQuantized",
+    "TrellisMatrix",
     "Zeros",
     "fake_quantize",
 ]

@@ -9,6 +9,8 @@ from typing import Unpack
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
+from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.messages import warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, SameTree
 from haiku_implicit.params.trees import trees
@@ -54,10 +56,13 @@ def quantize_params(
         'absmax', 'minmax', 'absmean', 'mse', 'hqq', 'rms,3', 'percentile,99.5' or 'fixed,LOW,HIGH';
         None: 'absmean' for binary and ternary, 'minmax' with a zero point, else 'absmax'),
         `scale_dtype` (how scales are stored, None), `activation` (the format of activations in
-        products; None: dense).
+        products; None: dense). `rotate` (False): whether the inputs are rotated before the weight is
+        quantized, against outliers. The dtypes 'trellis2', 'trellis3' and 'trellis4' are rotated
+        `TrellisMatrix`, without other options; 2 bits need inputs (`quantize_with_inputs`).
 
     Returns:
-      The tree with the targets replaced by `QuantizedMatrix`, and mappings as dicts.
+      The tree with the targets replaced by `QuantizedMatrix` (rotated: in `adapters.Rotated`), and
+      mappings as dicts.
 
     Raises:
       ValueError: for targets that match nothing (the error lists near misses), a parameter that
@@ -78,6 +83,11 @@ def quantize_params(
       ('nf4', True)
     """
     how = QuantizeOptions.of(options, rules=rules is not None)
+    if how.dtype == "trellis2":
+        warn_caller(
+            "dtype 'trellis2': without inputs, models lose most of what they know; give inputs to "
+            "quantize_with_inputs, or more bits"
+        )
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
     if rules is not None:
         stored = functools.partial(_stored_by_rule, how)
@@ -89,10 +99,10 @@ def quantize_params(
 
 def _stored_by_rule(
     options: QuantizeOptions, parameter: trees.Parameter, rule: QuantRule
-) -> QuantizedMatrix | StaticQuantized:
+) -> ImplicitArray:
     """A weight quantized by a rule, for products by that rule."""
     stored = options.by_rule(rule, parameter.value.shape).quantize(parameter.value)
-    if not rule.act_static_scale:
+    if not (rule.act_static_scale and isinstance(stored, QuantizedMatrix)):
         return stored
     return StaticQuantized.of(stored, QuantStats(name=parameter.path), rule.act_batch_axes)
 

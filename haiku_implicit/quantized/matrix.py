@@ -30,7 +30,7 @@ from haiku_implicit.quantized.numbers.options import (
 
 
 class QuantizeArguments(TypedDict, total=False):
-    """The `**options` of functions that quantize weights; `QuantizedMatrix.quantize` documents them."""
+    """The `**options` of functions that quantize weights: `QuantizedMatrix.quantize` documents most."""
 
     dtype: Any
     group_size: int | tuple[int, int] | str | None
@@ -39,6 +39,7 @@ class QuantizeArguments(TypedDict, total=False):
     calibration: str | None
     scale_dtype: DType
     activation: str | None
+    rotate: bool
 
 
 @dataclasses.dataclass

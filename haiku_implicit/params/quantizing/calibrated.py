@@ -24,11 +24,12 @@ from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import QuantizeOptions
 from haiku_implicit.params.trees.selection import describe, errors_name
-from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
+from haiku_implicit.quantized.matrix import QuantizeArguments
 from haiku_implicit.quantized.numbers import channel_scales, formats, options, scales
 from haiku_implicit.quantized.products.rules import QuantRule
 from haiku_implicit.quantized.types import observed
 from haiku_implicit.quantized.types.observed import Observed
+from haiku_implicit.quantized.types.trellis import BITS
 
 
 def input_moments(
@@ -228,11 +229,13 @@ def quantize_with_inputs(
       **options: how to quantize, as `QuantizedMatrix.quantize` documents: `dtype` ('int4'),
         `group_size`, `zero_point`, `calibration` ('mse'; the search for scales also weights errors by
         the mean squares of the inputs, except for 'smoothquant', which does not know them),
-        `scale_dtype`, `activation` ('smoothquant' needs one).
+        `scale_dtype`, `activation` ('smoothquant' needs one); `rotate`, and trellis codes, as for
+        `quantize_params`, with 'gptq'.
 
     Returns:
-      The parameters with these weights as `QuantizedMatrix`, grouped along axis -2. All methods but
-      'gptq' wrap it in a `ScaledMatrix`, which divides the inputs by the factors of the channels.
+      The parameters with these weights as `QuantizedMatrix`, grouped along axis -2 (rotated ones in
+      `adapters.Rotated`). All methods but 'gptq' wrap it in a `ScaledMatrix`, which divides the inputs
+      by the factors of the channels.
 
     Raises:
       ValueError: for empty inputs, a path without a dense weight in `params`, inputs that are not
@@ -254,9 +257,13 @@ def quantize_with_inputs(
     """
     chosen, numbers = parsed(method)
     default: QuantizeArguments = dict(dtype="int4", calibration="mse")
+    if options.get("dtype") in BITS:
+        default = {}
     how = QuantizeOptions.of(options, default, rules=rules is not None)
     if how.axis != -2:
         raise ValueError(f"axis: the inputs are those of axis -2, got {how.axis}")
+    if how.is_rotated and chosen is not _METHODS["gptq"]:
+        raise ValueError(f"method: expected 'gptq' for weights that are rotated, got {method!r}")
     if rules is not None:
         rules = trees.checked_rules(rules)
     elif chosen.needed == "maxima":
@@ -311,7 +318,7 @@ def _check_activation(method: str, how: QuantizeOptions) -> None:
         )
 
 
-def _gptq(w: jax.Array, moments: jax.Array, how: QuantizeOptions) -> QuantizedMatrix:
+def _gptq(w: jax.Array, moments: jax.Array, how: QuantizeOptions) -> ImplicitArray:
     return how.quantize(w, moments)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 
+from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import ImplicitArray, is_implicit
@@ -19,6 +21,7 @@ from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
 from haiku_implicit.quantized.numbers.formats import RECIPES
 from haiku_implicit.quantized.numbers.options import is_positive_integer
 from haiku_implicit.quantized.products.rules import QuantRule
+from haiku_implicit.quantized.types import trellis
 
 GroupSize = int | tuple[int, int] | str | None
 
@@ -41,7 +44,8 @@ class Room(NamedTuple):
 
     def suits(self, module_name: str, name: str, value: Array) -> bool:
         """Whether a parameter is a dense or quantized weight."""
-        held = isinstance(value, QuantizedMatrix | ScaledMatrix) or not is_implicit(value)
+        stored = QuantizedMatrix | ScaledMatrix | Rotated
+        held = isinstance(value, stored) or not is_implicit(value)
         return held and selection.is_weight(module_name, name, value)
 
     def fits(self, module_name: str, name: str, value: Array) -> bool:
@@ -81,8 +85,10 @@ class Room(NamedTuple):
 class QuantizeOptions:
     """The options of `QuantizedMatrix.quantize`, checked as far as no weight is needed.
 
+    Trellis codes have no options, and are always rotated.
+
     Raises:
-      ValueError: for an `axis` or a `group_size` that no weight could have.
+      ValueError: for an `axis` or a `group_size` that no weight could have, or that has no rotation.
     """
 
     dtype: str = "int8"
@@ -92,10 +98,18 @@ class QuantizeOptions:
     calibration: str | None = None
     scale_dtype: DType | None = None
     activation: str | None = None
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         if self.axis not in (-2, -1):
             raise ValueError(f"axis: expected -2 or -1, got {self.axis!r}")
+        if self.is_rotated and self.axis != -2:
+            raise ValueError("axis: a rotation is of the inputs, axis -2, got -1")
+        if self.is_trellis:
+            own = dict(vars(self), dtype="int8", rotate=False)
+            plain = vars(QuantizeOptions())
+            if given := [name for name in own if own[name] != plain[name]]:
+                raise ValueError(f"dtype {self.dtype!r} has no {', '.join(given)}; leave it out")
         object.__setattr__(self, "group_size", checked_group_size(self.group_size))
 
     @classmethod
@@ -125,6 +139,16 @@ class QuantizeOptions:
         if both := [x for x in both if rules and x not in ("axis", "scale_dtype")]:
             raise ValueError(f"rules: expected them in place of {', '.join(both)}, got both")
         return new
+
+    @property
+    def is_trellis(self) -> bool:
+        """Whether weights become trellis codes."""
+        return self.dtype in trellis.BITS
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether weights are rotated first."""
+        return self.rotate or self.is_trellis
 
     def suits(self, module_name: str, name: str, value: Array) -> bool:
         """Whether a parameter is a dense weight, also within LoRA.
@@ -187,11 +211,28 @@ class QuantizeOptions:
         """The options of a rule for a weight of this shape, with the same `axis` and `scale_dtype`."""
         return dataclasses.replace(self, **rule.weight_options(shape[self.axis]))
 
-    def quantize(self, w: jax.Array, moments: jax.Array | None = None) -> QuantizedMatrix:
-        """`QuantizedMatrix.quantize` with these options; for a struct, the struct of the result."""
+    def quantize(self, w: jax.Array, moments: jax.Array | None = None) -> ImplicitArray:
+        """A weight quantized with these options; for a struct, the struct of the result."""
         if isinstance(w, jax.ShapeDtypeStruct):
             return jax.eval_shape(self.quantize, w)
-        return QuantizedMatrix.quantize(w, **vars(self), moments=moments)
+        return (
+            Rotated.quantize(w, self._stored, moments)
+            if self.is_rotated
+            else self._stored(w, moments)
+        )
+
+    def _stored(self, w: jax.Array, moments: jax.Array | None) -> ImplicitArray:
+        """A weight quantized as it is, or after its rotation."""
+        if not self.is_trellis:
+            known = {name: x for name, x in vars(self).items() if name != "rotate"}
+            return QuantizedMatrix.quantize(w, **known, moments=moments)
+        # The codes fit the rounded scales: bfloat16 has the range of any weight.
+        wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
+        scale = jnp.sqrt((wide**2).mean(-2)) / trellis.RMS
+        scale = scale.astype(jnp.bfloat16)
+        numbers = wide / jnp.where(scale == 0, 1, scale).astype(wide.dtype)[..., None, :]
+        codes = trellis.TrellisMatrix.encode(numbers, trellis.BITS[self.dtype], moments, w.dtype)
+        return ScaledMatrix(codes, scale, -1)
 
     def put_on(self, path: str, value: Array, stacked: int = 0) -> ImplicitArray:
         """Quantizes a parameter; of a LoRA weight, its `w`."""

@@ -1,9 +1,11 @@
 """The product with a quantized matrix on CPUs: the conditions on operands, and calls of native kernels.
 
 There are two: `QuantizedMatmul` decodes the matrix and multiplies floats, `IntegerMatmul` multiplies
-integer codes with activations rounded to int8. `build` compiles and registers them.
+integer codes with activations rounded to int8. `TrellisEncode` makes codes. `build` compiles and
+registers them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -125,3 +127,17 @@ def _table(fmt: formats.Format) -> np.ndarray:
         return np.resize(np.asarray(fmt.table, np.float32), 16)
     codes = np.arange(max(16, 2**fmt.bits), dtype=np.uint8).view(fmt.dtype)
     return codes.astype(np.float32) - np.float32(fmt.bias)
+
+
+def trellis_encoder(bits: int, steps: int) -> Callable[..., Any] | None:
+    """Returns the native way to call `types.trellis.encode`; None without kernels."""
+    if not build.available():
+        return None
+
+    def encode(w: jax.Array, factor: jax.Array) -> Any:
+        words = (*w.shape[:-1], w.shape[-1] * bits // 32)
+        out = compat.struct(words, jnp.uint32, like=(w, factor))
+        call = jax.ffi.ffi_call(build.PREFIX + "TrellisEncode", out, vmap_method="broadcast_all")
+        return call(w, factor, bits=np.int64(bits), steps=np.int64(steps))
+
+    return encode

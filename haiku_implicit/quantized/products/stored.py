@@ -44,12 +44,7 @@ def quantized_dot(call: BinaryCall, x: jax.Array, q: QuantizedMatrix) -> jax.Arr
     row = _row_axis(call, x, q, out.dtype) if q.activation_config.by_rows else None
     if row is not None:
         return _as_matmul(call, x, q, row, np.dtype(out.dtype))
-    if q.activation is not None:
-        return in_codes(call, x, q)
-    blocks = _blocks(call, x, q, out)
-    if blocks is not None:
-        return _in_blocks(call, x, q, blocks, np.dtype(out.dtype))
-    return with_dense(call, x, q)
+    return blocked_dot(call, x, q) if q.activation is None else in_codes(call, x, q)
 
 
 def _dense(call: BinaryCall, x: jax.Array, q: jax.Array, **changes: Any) -> Any:
@@ -136,6 +131,21 @@ def in_codes(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, *others: jax.Ar
 # --- in blocks -----------------------------------------------------------------------------------
 
 
+def blocked_dot(call: BinaryCall, x: jax.Array, q: Array) -> jax.Array:
+    """Computes a product with the dense values of a stored matrix, block after block if it is large.
+
+    Args:
+      call, x: as for `quantized_dot`.
+      q: a matrix, or stack of them, whose leaves end in its rows and, stored last, its axis `q.axis`.
+    """
+    structs = (jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x, q))
+    out = jax.eval_shape(functools.partial(_dense, call), *structs)
+    blocks = _blocks(call, x, q, out)
+    if blocks is not None:
+        return _in_blocks(call, x, q, blocks, np.dtype(out.dtype))
+    return with_dense(call, x, q)
+
+
 class _Blocks(NamedTuple):
     """How a product is cut along one axis of `q`.
 
@@ -153,7 +163,7 @@ class _Blocks(NamedTuple):
     out_axis: int | None
 
 
-def _blocks(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, out: Array) -> _Blocks | None:
+def _blocks(call: BinaryCall, x: jax.Array, q: Array, out: Array) -> _Blocks | None:
     """Returns the blocks to cut a product in; None to compute it in one piece."""
     algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
     if (
@@ -175,7 +185,7 @@ def _blocks(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, out: Array) -> _
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _in_blocks(
-    call: BinaryCall, x: jax.Array, q: QuantizedMatrix, blocks: _Blocks, dtype: DType
+    call: BinaryCall, x: jax.Array, q: Array, blocks: _Blocks, dtype: DType
 ) -> jax.Array:
     """Computes the product block after block."""
     changes = {}
@@ -183,7 +193,7 @@ def _in_blocks(
         # Sums of blocks are not rounded in between.
         changes["preferred_element_type"] = jnp.promote_types(dtype, jnp.float32)
 
-    def run(x: jax.Array, q: QuantizedMatrix) -> jax.Array:
+    def run(x: jax.Array, q: Array) -> jax.Array:
         # Checkpointed, or the scan would keep each dense block for the backward pass.
         @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
         def block(start: Array, size: int) -> jax.Array:

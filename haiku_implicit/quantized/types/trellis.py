@@ -1,0 +1,404 @@
+"""`TrellisMatrix`: numbers of 2, 3 or 4 bits, each a function of the 12 bits from its first on.
+
+Tseng et al. 2024 (QTIP), arXiv:2406.11235. The bits of a sequence are a circle: the windows of the last
+numbers end in the bits of the first. So each number is decoded alone, and neighbors share bits: the
+best sequence of codes, found by Viterbi's algorithm, has less error than codes for single numbers.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.batch_axes import cut_fields
+from haiku_implicit.core.binary import BinaryCall, binary_handler
+from haiku_implicit.core.box import dense
+from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import aux_field, frozen_field
+from haiku_implicit.core.messages import expecting
+from haiku_implicit.core.sharding import result_sharding
+from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive, Result
+from haiku_implicit.quantized.cpu import native
+from haiku_implicit.quantized.numbers import gptq, scales
+from haiku_implicit.quantized.products.stored import blocked_dot
+from haiku_implicit.quantized.types.matrix_indexing import as_index
+
+WINDOW = 12  # bits that a number depends on
+RMS = 1.08  # the root mean square of normally distributed numbers that have the least error, relatively
+LONGEST = 256  # numbers in a sequence
+MULTIPLE = 32  # numbers that fill whole words, whatever their bits
+_OVERLAP = 64  # numbers on each side of the ends, to find how they meet
+
+# The bits of a number, by the name of the format.
+BITS = {"trellis2": 2, "trellis3": 3, "trellis4": 4}
+
+
+@dataclasses.dataclass
+class TrellisMatrix(ImplicitArray, core_ndim=2):
+    """A matrix of normally distributed numbers, as trellis codes of 2, 3 or 4 bits.
+
+    After QTIP, Tseng et al. 2024, arXiv:2406.11235. The matrix has no scales: `ScaledMatrix` multiplies
+    its columns, and `Rotated` makes the numbers of any weight normally distributed.
+    `quantize_params(params, dtype="trellis3")` makes the three together. Each number is a sum of the
+    bytes of a product (1MAD) of the 12 bits from its own first bit on, so that it shares bits with its
+    neighbors. The bits of a sequence are a circle. A sequence has 256 numbers, or fewer if that makes
+    all sequences of a row equally long.
+
+    Attributes:
+      words: `[..., rows, k * bits / 32]`, uint32: the codes of rows of numbers, the lowest bits first;
+        `k` is a multiple of 32.
+      length: how many numbers of each row belong to the matrix.
+      bits: of a number: 2, 3 or 4.
+      axis: the axis of the matrix along which the sequences run: -1 for `[..., rows, length]`, -2 for
+        `[..., length, rows]`.
+
+    Raises:
+      ValueError: if the words do not fit.
+      TypeError: for words of another dtype.
+
+    Example:
+      >>> import jax, haiku_implicit as hki
+      >>> w = jax.random.normal(jax.random.key(0), (16, 512))
+      >>> q = hki.TrellisMatrix.encode(w, bits=3)
+      >>> q.shape, q.nbytes * 8 / q.size
+      ((16, 512), 3.0)
+      >>> round(float(((hki.materialize(q) - w) ** 2).mean()), 2)
+      0.02
+    """
+
+    words: Array = frozen_field()
+    length: int = aux_field()
+    bits: int = aux_field()
+    axis: int = aux_field(default=-1)
+
+    default_dtype = jnp.float32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in BITS.values() or self.axis not in (-2, -1):
+            raise ValueError(
+                f"TrellisMatrix: expected 2, 3 or 4 bits and the axis -2 or -1, got {self.bits!r} and "
+                f"{self.axis!r}"
+            )
+        with expecting(
+            f"TrellisMatrix: expected words in uint32, got {self.words.dtype}", TypeError
+        ):
+            chex.assert_type(self.words, jnp.uint32)
+        count, steps = sequences(self.length)
+        words = count * steps * self.bits // 32
+        sentence = f"TrellisMatrix: expected words [..., rows, {words}], got {np.shape(self.words)}"
+        with expecting(sentence):
+            chex.assert_shape(self.words, (..., None, words))
+
+    @classmethod
+    def encode(cls, w: Array, bits: int, moments: Array = None, dtype: DType | None = None) -> Self:
+        """Finds the codes of least squared error, also under `jit`, `vmap` and `eval_shape`.
+
+        Args:
+          w: `[..., n, m]`, floating, finite; best with columns of mean square one.
+          bits: of a number: 2, 3 or 4.
+          moments: `[..., n, n]`: xᵀx of the inputs x of products `x @ w`. Then rows are encoded one
+            after another, the largest inputs first, and the next ones make up for the errors (LDLQ).
+          dtype: of the matrix; None: the dtype of `w`.
+
+        Returns:
+          The matrix, with sequences along the last axis.
+
+        Raises:
+          ValueError: for a weight that is not finite or has less than two axes.
+        """
+        w = jnp.asarray(w)
+        if w.ndim < 2 or scales.known_nonfinite(w):
+            raise ValueError(
+                f"w: expected a finite matrix [..., n, m], got {list(w.shape)}, or not finite"
+            )
+        count, steps = sequences(w.shape[-1])
+        numbers = jnp.pad(w.astype(jnp.float32), _last(w.ndim, count * steps - w.shape[-1]))
+        words = _words(numbers, moments, bits, steps)
+        return cls(words, w.shape[-1], bits, dtype=np.dtype(dtype or w.dtype))
+
+    @property
+    def field_axes(self) -> dict[str, str]:  # type: ignore[override]
+        """Words have the axis of the rows; sequences are not cut."""
+        return {"words": "n." if self.axis == -1 else "m."}
+
+    def compute_shape(self) -> tuple[int, ...]:
+        rows, core = np.shape(self.words)[:-1], self.length
+        return (*rows, core) if self.axis == -1 else (*rows[:-1], core, rows[-1])
+
+    def materialize(self) -> jax.Array:
+        numbers = _decoded(self.words, self.bits, self.length).astype(self.dtype)
+        return numbers if self.axis == -1 else jnp.swapaxes(numbers, -1, -2)
+
+
+def sequences(numbers: int) -> tuple[int, int]:
+    """Returns how many sequences a row of numbers is cut into, and their length.
+
+    The end of the last one may be no part of the row: less than 32 numbers for each sequence.
+    """
+    count = max(1, -(-numbers // LONGEST))
+    return count, max(1, -(-numbers // (count * MULTIPLE))) * MULTIPLE
+
+
+def _last(ndim: int, more: int) -> list[tuple[int, int]]:
+    """The widths that pad the end of the last axis."""
+    return [(0, 0)] * (ndim - 1) + [(0, more)]
+
+
+# --- decoding ------------------------------------------------------------------------------------
+
+
+def values(windows: jax.Array) -> jax.Array:
+    """Returns the number of each window: 1MAD, a sum of the bytes of a product; float32.
+
+    It is an integer of at most 8 bits and a sign, over 64, so that bfloat16 and float16 hold it, too.
+    """
+    product = windows * np.uint32(34038481) + np.uint32(76625530)
+    pairs = (product & 0x00FF00FF) + (product >> 8 & 0x00FF00FF)
+    total = (pairs & 0xFFFF) + (pairs >> 16)
+    return ((total >> 1).astype(jnp.int32) - 254).astype(jnp.float32) / 64
+
+
+def windows(words: jax.Array, bits: int, length: int) -> jax.Array:
+    """Returns the windows of all numbers.
+
+    Args:
+      words: `[..., sequences * length * bits / 32]`, uint32.
+      bits: of each number.
+      length: of each sequence.
+
+    Returns:
+      `[..., sequences * length]`, uint32.
+    """
+    lead, own = words.shape[:-1], length * bits // 32
+    words = words.reshape(*lead, -1, own)
+    following = jnp.roll(words, -1, axis=-1)
+    words, following = (x.reshape(*lead, -1, bits) for x in (words, following))
+    parts = []
+    for i in range(bits):  # the words of 32 numbers
+        first, last = (-(-32 * j // bits) for j in (i, i + 1))
+        shift = np.arange(first, last, dtype=np.uint32) * bits - 32 * i
+        parts.append(_window(words[..., i, None], following[..., i, None], shift.astype(np.uint32)))
+    return jnp.concatenate(parts, axis=-1).reshape(*lead, -1)
+
+
+def windows_at(
+    ids: jax.Array,
+    bits: int,
+    length: int,
+    take: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Returns the windows of some numbers of each row.
+
+    Args:
+      ids: the position of each number.
+      bits, length: as for `windows`.
+      take: returns the words of all rows, `[ids..., rows]`, at positions of each row.
+    """
+    own = length * bits // 32
+    sequence, first = ids // length, ids % length * bits
+    at = first // 32
+    word, following = (take(sequence * own + x) for x in (at, (at + 1) % own))
+    return _window(word, following, (first % 32).astype(jnp.uint32)[..., None])
+
+
+def _window(word: jax.Array, following: jax.Array, shift: Any) -> jax.Array:
+    """Returns the window from a bit of a word on."""
+    return (word >> shift | following << np.uint32(1) << (31 - shift)) & (2**WINDOW - 1)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "length"))
+def _decoded(words: jax.Array, bits: int, length: int) -> jax.Array:
+    """Returns the numbers `[..., length]` of rows of words, float32."""
+    return values(windows(words, bits, sequences(length)[1]))[..., :length]
+
+
+# --- encoding ------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "steps"))
+def _words(w: jax.Array, moments: Array, bits: int, steps: int) -> jax.Array:
+    """Returns the words of rows `[..., rows, k]`, in sequences of a number of steps."""
+    lead, own = w.shape[:-2], w.shape[-2:]
+    w = w.reshape(-1, *own)
+    order, factor = None, jnp.zeros((len(w), 0, 0), jnp.float32)
+    if moments is not None:
+        moments = jnp.asarray(moments).reshape(-1, own[0], own[0])
+        _, order, factor = gptq.inputs_of(moments, jnp.float32, 0)
+        w = jnp.take_along_axis(w, order[..., None], axis=-2)
+    encoder = native.trellis_encoder(bits, steps)
+    slow = functools.partial(encode, bits=bits, steps=steps)
+    if encoder is None:
+        words = slow(w, factor)
+    else:
+        words = jax.lax.platform_dependent(w, factor, cpu=encoder, default=slow)
+    if order is not None:
+        words = jnp.take_along_axis(words, jnp.argsort(order)[..., None], axis=-2)
+    return words.reshape(*lead, own[0], -1)
+
+
+def encode(w: jax.Array, factor: jax.Array, bits: int, steps: int) -> jax.Array:
+    """Returns the words of matrices, row after row; each may leave its error to the next ones (LDLQ).
+
+    Args:
+      w: `[batch, rows, k]`, float32.
+      factor: `[batch, rows, rows]`, the upper Cholesky factors of the inverse moments of the rows'
+        inputs, as GPTQ has them; `[batch, 0, 0]`: each row is encoded alone.
+      bits: of each number.
+      steps: the length of each sequence.
+
+    Returns:
+      `[batch, rows, k * bits / 32]`, uint32.
+    """
+    run = jax.vmap(functools.partial(_states, bits=bits))
+
+    def step(left: jax.Array, x: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
+        i, row = x
+        states = run(left[i].reshape(-1, steps)).reshape(-1)
+        if len(row):
+            left = left - row[:, None] * ((left[i] - values(states)) / row[i])[None]
+        return left, states
+
+    def of_matrix(operands: tuple[jax.Array, jax.Array]) -> jax.Array:
+        w, factor = operands
+        rows = factor if factor.size else jnp.zeros((len(w), 0), w.dtype)
+        return jax.lax.scan(step, w, (jnp.arange(len(w)), rows))[1]
+
+    return pack(jax.lax.map(of_matrix, (w, factor)) & (2**bits - 1), bits)
+
+
+def pack(codes: jax.Array, bits: int) -> jax.Array:
+    """Packs codes `[..., k]`, uint32, into words `[..., k * bits / 32]`, the lowest bits first."""
+    each = codes[..., None] >> np.arange(bits, dtype=np.uint32) & 1
+    each = each.reshape(*codes.shape[:-1], -1, 32)
+    return (each << np.arange(32, dtype=np.uint32)).sum(-1, dtype=jnp.uint32)
+
+
+def _states(w: jax.Array, bits: int) -> jax.Array:
+    """Returns the windows of least squared error of a sequence `[length]`."""
+    shared = 2 ** (WINDOW - bits)  # the windows, less the bits that are new in each
+    near = min(_OVERLAP, len(w) // 2)
+    around = jnp.concatenate([w[len(w) - near :], w[:near]])
+    costs, branches = _backward(around, jnp.zeros(shared, w.dtype), bits)
+    meeting, _ = _forward(branches[:near], jnp.argmin(costs).astype(jnp.uint32), bits)
+    last = jnp.where(jnp.arange(shared) == meeting, 0, jnp.inf).astype(w.dtype)
+    return _forward(_backward(w, last, bits)[1], meeting, bits)[1]
+
+
+def _backward(w: jax.Array, last: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the least costs, by the bits of the window before, and the new bits of each number."""
+    of_windows = values(jnp.arange(2**WINDOW, dtype=jnp.uint32))
+
+    def step(after: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        costs = (of_windows - number) ** 2 + jnp.repeat(after, 2**bits)
+        costs = costs.reshape(2**bits, -1)
+        return costs.min(0), jnp.argmin(costs, 0).astype(jnp.uint32)
+
+    return jax.lax.scan(step, last, w, reverse=True)
+
+
+def _forward(branches: jax.Array, first: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
+    """Follows the best branches; returns the shared bits after them, and the windows."""
+
+    def step(shared: jax.Array, branch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        state = shared | branch[shared] << (WINDOW - bits)
+        return state >> bits, state
+
+    return jax.lax.scan(step, first, branches)
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+@binary_handler("dot_general")
+def dot_with_trellis(call: BinaryCall, x: jax.Array, w: TrellisMatrix) -> Result:
+    """Multiplies with decoded blocks; leaves explicit axes of a mesh to XLA."""
+    if result_sharding(call.primitive, call.ordered(x, w), call.params) is not None:
+        return NotImplemented
+    if call.params.get("out_sharding") is not None:  # derivatives have one that splits nothing
+        call = dataclasses.replace(call, params=call.params | dict(out_sharding=None))
+    return blocked_dot(call, x, w)
+
+
+@binary_handler("conv_general_dilated")
+def convolve_decoded(call: BinaryCall, x: jax.Array, w: TrellisMatrix) -> jax.Array:
+    """Convolves with the decoded kernel: a kernel is small compared with the images."""
+    return jax.checkpoint(lambda x, w: call(x, dense(w)))(x, w)
+
+
+# --- axes ----------------------------------------------------------------------------------------
+
+
+@primitive_handler("transpose")
+def transpose_trellis(
+    primitive: Primitive, w: TrellisMatrix, *, permutation: tuple[int, ...], **params: EqnParam
+) -> Result:
+    """Swaps the two axes of the matrix in name only, and reorders batch axes."""
+    core = (w.ndim - 2, w.ndim - 1)
+    if tuple(sorted(permutation[-2:])) != core:
+        return NotImplemented
+    words = primitive.bind(w.words, permutation=(*permutation[:-2], *core), **params)
+    axis = w.axis if permutation[-1] == core[1] else -3 - w.axis
+    return w._replace(words=words, axis=axis, shape=None)
+
+
+@primitive_handler("convert_element_type")
+def cast_trellis(
+    primitive: Primitive, w: TrellisMatrix, *, new_dtype: DType, **params: EqnParam
+) -> Result:
+    """Casts to a dtype that holds all numbers, without a change."""
+    exact = jnp.issubdtype(new_dtype, np.floating) and jnp.finfo(new_dtype).nmant >= 7
+    return w._replace(dtype=np.dtype(new_dtype)) if exact else NotImplemented
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+@primitive_handler(["slice", "dynamic_slice", "split"])
+def cut_rows(
+    primitive: Primitive, w: TrellisMatrix, *starts: jax.Array, **params: EqnParam
+) -> Result:
+    """Slices or splits any axes but the sequences'."""
+    along = w.ndim + w.axis
+    if "axis" in params:
+        return (
+            NotImplemented if params["axis"] == along else cut_fields(primitive, w, starts, params)
+        )
+    sizes = params.get("slice_sizes") or params["limit_indices"]
+    steps = params.get("strides") or (1,) * w.ndim
+    begins = params.get("start_indices", (0,) * w.ndim)
+    if (begins[along], sizes[along], steps[along]) != (0, w.shape[along], 1):
+        return NotImplemented
+    return cut_fields(primitive, w, starts, params)
+
+
+@primitive_handler("gather")
+def gather_from_trellis(
+    primitive: Primitive, w: TrellisMatrix, ids: jax.Array, **params: EqnParam
+) -> Result:
+    """Gathers rows or columns of one matrix, as an embedding does: decodes only these."""
+    d, sizes = params["dimension_numbers"], params["slice_sizes"]
+    if w.ndim != 2 or len(d.start_index_map) != 1 or d.collapsed_slice_dims != d.start_index_map:
+        return NotImplemented
+    (axis,), filling = d.start_index_map, params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+    if sizes[axis] != 1 or sizes[1 - axis] != w.shape[1 - axis]:
+        return NotImplemented
+    index = jnp.clip(as_index(ids[..., 0]), 0, w.shape[axis] - 1)
+    if axis == w.ndim + w.axis:
+        take = functools.partial(jnp.take, w.words.T, axis=0, mode="clip")
+        own = windows_at(index, w.bits, sequences(w.length)[1], take)
+        numbers = values(own)
+    else:
+        numbers = _decoded(jnp.take(w.words, index, axis=0, mode="clip"), w.bits, w.length)
+    numbers = numbers.astype(w.dtype)
+    if filling:
+        fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
+        inside = (ids >= 0) & (ids < w.shape[axis])
+        numbers = jnp.where(inside, numbers, jnp.asarray(fill, w.dtype))
+    return jnp.moveaxis(numbers, -1, d.offset_dims[0])

@@ -1,0 +1,254 @@
+"""Trellis codes in a rotated matrix: codes, encoders, products and options, beside the contract for every type."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haiku_implicit as hki
+from haiku_implicit.adapters import Hadamard, Rotated
+from haiku_implicit.quantized.cpu import native
+from haiku_implicit.quantized.types import trellis
+from tests.dense_twin import same_without_dense
+from tests.native_targets import with_compiler
+from tests.random_arrays import normal
+
+BITS = pytest.mark.parametrize("bits", [2, 3, 4])
+
+
+def made(bits=3, shape=(64, 96), axis=-1, dtype=None, seed=0):
+    w = hki.TrellisMatrix.encode(
+        normal(shape if axis == -1 else (*shape[:-2], *shape[:-3:-1]), seed), bits
+    )
+    w = w._replace(axis=axis, shape=None)
+    return w if dtype is None else w._replace(dtype=dtype)
+
+
+def quantized(dtype="trellis3", shape=(96, 64), seed=0, **options):
+    return hki.quantize_params({"m": {"w": normal(shape, seed)}}, dtype=dtype, **options)["m"]["w"]
+
+
+# --- codes ---------------------------------------------------------------------------------------
+
+
+@BITS
+@pytest.mark.parametrize("length", [4, 576])
+def test_decoded_by_the_definition(bits, length):
+    """Each number is 1MAD's of the 12 bits from its first on, in a circle of bits for each sequence."""
+    count, steps = trellis.sequences(length)
+    words = np.random.default_rng(0).integers(0, 2**32, (3, count * steps * bits // 32), np.uint32)
+    found = hki.materialize(hki.TrellisMatrix(jnp.asarray(words), length, bits))
+    numbers = []
+    for row in words:
+        for circle in row.reshape(count, -1):
+            stream = sum(int(word) << 32 * i for i, word in enumerate(circle))
+            stream |= stream << 32 * len(circle)
+            for i in range(steps):
+                state = stream >> i * bits & 4095
+                product = (state * 34038481 + 76625530) % 2**32
+                numbers.append((sum(product.to_bytes(4, "little")) // 2 - 254) / 64)
+    expected = np.reshape(numbers, (3, -1))[:, :length]
+    np.testing.assert_array_equal(found, expected)
+
+
+@BITS
+def test_error_of_normal_numbers(bits):
+    """Near the bound 2^-bits, where codes for single numbers have .34, .19 and .10."""
+    w = normal((16, 512))
+    q = hki.TrellisMatrix.encode(w * trellis.RMS, bits)
+    assert q.nbytes * 8 == bits * w.size
+    error = float(jnp.std(hki.materialize(q) / trellis.RMS - w))
+    assert error < {2: 0.276, 3: 0.142, 4: 0.074}[bits]
+
+
+@with_compiler
+@pytest.mark.parametrize(("bits", "width"), [(2, 32), (3, 384), (4, 32)])
+def test_both_encoders_find_the_same_codes(bits, width):
+    steps = trellis.sequences(width)[1]
+    w, factor = normal((2, 5, width)), jnp.triu(normal((2, 5, 5), 1)) + 3 * jnp.eye(5)
+    encode = jax.jit(trellis.encode, static_argnums=(2, 3))
+    for own in (factor, jnp.zeros((2, 0, 0))) if bits == 3 else (factor,):
+        found = jax.jit(native.trellis_encoder(bits, steps))(w, own)
+        np.testing.assert_array_equal(found, encode(w, own, bits, steps))
+
+
+def test_encoding_under_transformations():
+    w = normal((2, 8, 64))
+    encode = functools.partial(hki.TrellisMatrix.encode, bits=2)
+    whole = encode(w)
+    for found in (jax.jit(encode)(w), jax.vmap(encode)(w)):
+        np.testing.assert_array_equal(found.words, whole.words)
+    assert jax.eval_shape(encode, w).shape == w.shape
+
+
+# --- operations ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("equation", ["bn,nm->bm", "nm,bm->nb", "sbn,nm->sbm", "ab,nm->abnm"])
+def test_products(axis, equation):
+    w = made(axis=axis)
+    x, _ = equation.split("->")[0].replace("nm", "").strip(",").split(",") + [""]
+    sizes = dict(n=64, m=96, b=3, s=2, a=2)
+    y = normal([sizes[i] for i in x], 1)
+    pair = (w, y) if equation.startswith("nm") else (y, w)
+    same_without_dense(functools.partial(jnp.einsum, equation), *pair, rtol=1e-5)
+
+
+def test_products_in_blocks():
+    """A large matrix is decoded block after block, also for the gradient."""
+    w, x = made(4, (1024, 288)), normal((2, 1024), 1)
+
+    def loss(x, w):
+        return jnp.sin(x @ w).sum()
+
+    same_without_dense(lambda x, w: (x @ w, x @ w @ w.T), x, w, rtol=1e-5)
+    same_without_dense(jax.grad(loss), x, w, rtol=1e-4)
+    program = jax.jit(hki.use_implicit_args(jax.grad(loss))).lower(x, w).compile()
+    assert program.memory_analysis().temp_size_in_bytes < w.size * 4 / 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_stacked_layers(dtype):
+    w, x = made(3, (3, 32, 32), dtype=dtype), normal((2, 32), 1).astype(dtype)
+    run = lambda x, w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]  # noqa: E731
+    same_without_dense(run, x, w, rtol=1e-5 if dtype == jnp.float32 else 2e-2)
+    over = lambda x, w: jax.vmap(lambda w: x @ w)(w)  # noqa: E731
+    same_without_dense(over, x, w, rtol=1e-5 if dtype == jnp.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_parts(axis):
+    w, ids = made(3, (64, 320), axis), jnp.array([[0, 63, 5], [-1, 64, 31]])
+    rows = (lambda w: w[ids], lambda w: jnp.take(w, ids, axis=0), lambda w: w[:, ids])
+    functions = (*rows, lambda w: w.T, lambda w: jnp.take(w, ids, axis=1, mode="clip"))
+    for fun in functions:
+        with hki.materialization("error"):
+            found = hki.materialize(jax.jit(hki.use_implicit_args(fun))(w))
+        np.testing.assert_array_equal(found, fun(hki.materialize(w)))
+    cut = (lambda w: w[8:24]) if axis == -1 else (lambda w: w[:, 8:24:2])
+    with hki.materialization("error"):
+        part = hki.use_implicit_args(cut)(w)
+    assert isinstance(part, hki.TrellisMatrix)
+    np.testing.assert_array_equal(hki.materialize(part), cut(hki.materialize(w)))
+
+
+def test_casts_are_exact():
+    w = made(4)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        narrow = hki.use_implicit_args(lambda w, dtype=dtype: w.astype(dtype))(w)
+        assert isinstance(narrow, hki.TrellisMatrix) and narrow.dtype == dtype
+        np.testing.assert_array_equal(narrow.materialize().astype(jnp.float32), w.materialize())
+
+
+# --- rotations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 6, 64, 96])
+def test_hadamard_is_a_rotation(length):
+    rotation = Hadamard.random(length)
+    dense = np.asarray(hki.materialize(rotation))
+    np.testing.assert_allclose(dense @ dense.T, np.eye(length), atol=1e-6)
+    np.testing.assert_allclose(np.abs(dense).max(), rotation.block**-0.5, rtol=1e-6)
+    x = normal((3, length))
+    same_without_dense(lambda x, r: (x @ r, r @ x.T, x @ r.T), x, rotation, rtol=1e-5)
+
+
+def test_rotation_spreads_outliers():
+    """One large input spoils the others' scale without a rotation."""
+    w = normal((128, 32)).at[7].mul(30)
+    params = {"m": {"w": w}}
+
+    def error(**options):
+        new = hki.quantize_params(params, dtype="int4", **options)["m"]["w"]
+        return float(jnp.linalg.norm(hki.materialize(new) - w))
+
+    assert error(rotate=True) < 0.5 * error()
+
+
+def test_rotated_products():
+    w, x = quantized(), normal((5, 96), 1)
+    assert isinstance(w, Rotated) and w.nbytes * 8 / w.size < 3 + 16 / 96 + 1 / 64 + 0.01
+    same_without_dense(lambda x, w: (x @ w, x @ w @ w.T), x, w, rtol=1e-5)
+    same_without_dense(jax.grad(lambda x, w: jnp.sin(x @ w).sum()), x, w, rtol=1e-4)
+
+
+# --- the user's way in ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["trellis3", "int4"])
+def test_inputs_lessen_the_error_of_products(dtype):
+    """LDLQ, and GPTQ after a rotation, beside the nearest codes."""
+    w, x = normal((64, 96)), normal((256, 64), 1) @ normal((64, 64), 2, scale=0.2)
+    params, options = {"m": {"w": w}}, dict(dtype=dtype)
+    options |= dict(rotate=True) if dtype == "int4" else {}
+
+    def error(new):
+        return float(jnp.linalg.norm(x @ (hki.materialize(new["m"]["w"]) - w)))
+
+    nearest = hki.quantize_params(params, **options)
+    fitted = hki.quantize_with_inputs(params, {"m/w": x.T @ x}, **options)
+    assert jax.tree.structure(fitted) == jax.tree.structure(nearest)
+    assert error(fitted) < 0.7 * error(nearest)
+
+
+def test_saved_and_adapted(tmp_path):
+    params = {"m": {"w": quantized("trellis4")}}
+    hki.save(tmp_path / "params", params)
+    loaded = hki.load(tmp_path / "params")
+    assert jax.tree.structure(loaded) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    adapted = hki.add_lora(loaded, jax.random.key(0), rank=2)["m"]["w"]
+    assert isinstance(adapted, hki.LoRA) and isinstance(adapted.w, Rotated)
+    adapted = adapted._replace(b=adapted.b + 1)
+    same_without_dense(lambda x, w: x @ w, normal((3, 96), 1), adapted, rtol=1e-5)
+
+
+def test_structs_and_stacks():
+    struct = jax.ShapeDtypeStruct((2, 96, 64), jnp.bfloat16)
+    quantize = functools.partial(hki.quantize_params, dtype="trellis3", matrix_axes={})
+    of_struct = quantize({"m": {"w": struct}})
+    w = normal((2, 96, 64)).astype(jnp.bfloat16)
+    of_array = quantize({"m": {"w": w}})
+    assert jax.tree.structure(of_struct) == jax.tree.structure(of_array)
+    dense = hki.materialize(of_array["m"]["w"]).astype(jnp.float32)
+    assert dense.shape == w.shape and float(jnp.std(dense - w)) < 0.17
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(dtype="trellis3", group_size=32), "'trellis3' has no group_size"),
+        (dict(dtype="trellis3", activation="int8"), "has no activation"),
+        (dict(dtype="trellis3", axis=-1), "a rotation is of the inputs"),
+        (dict(dtype="int4", rotate=True, axis=-1), "a rotation is of the inputs"),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        quantized(**options)
+    with pytest.raises(ValueError, match="expected 'gptq'"):
+        inputs = {"m/w": jnp.eye(96)}
+        hki.quantize_with_inputs(
+            {"m": {"w": normal((96, 64))}}, inputs, method="awq", dtype="trellis2"
+        )
+
+
+def test_two_bits_without_inputs_warn():
+    with pytest.warns(UserWarning, match="quantize_with_inputs"):
+        quantized("trellis2")
+
+
+def test_zeros_and_wrong_numbers():
+    w = normal((64, 32)).at[:, 3].set(0)
+    assert not hki.materialize(quantized_of(w))[:, 3].any()
+    with pytest.raises(ValueError, match="finite"):
+        quantized_of(w.at[1, 1].set(jnp.nan))
+    found = jax.jit(lambda w: hki.materialize(quantized_of(w)))(w.at[1, 1].set(jnp.nan))
+    assert np.isnan(found[:, 1]).all() and np.isfinite(found[:, 2]).all()
+
+
+def quantized_of(w):
+    return hki.quantize_params({"m": {"w": w}}, dtype="trellis3")["m"]["w"]
