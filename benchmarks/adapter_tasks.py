@@ -19,19 +19,19 @@ import haiku_implicit as hki
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # whose scripts import each other by their bare names
 
+import dense_twin  # noqa: E402
 import smollm  # noqa: E402
 from models import llama  # noqa: E402
 
 LAYERS = flags.DEFINE_integer("layers", 10, "SmolLM2's last layers, which get adapters.", 1, 30)
 
+PDBS = flags.DEFINE_string("zinc_fingers", None, "Folder of PDB files, for ProteinMPNN.")
+
 CONTEXT = 64  # tokens in a passage
 EVALUATED = dict(validation=512, heldout=1024)  # tokens
 CALIBRATION = 16  # passages
+ORDERS = 4  # of decoding a protein
 Batch = tuple[jax.Array, jax.Array]
-
-
-def results_path(task: str) -> pathlib.Path:
-    return ROOT / "benchmarks" / "results" / f"adapters_{task}.json"
 
 
 class SmolLM:
@@ -129,6 +129,72 @@ class SmolLM:
         return jax.tree.map(lambda *each: sum(each) / len(each), *parts)
 
 
+class ProteinMPNN:
+    """ProteinMPNN on the zinc fingers: a fold of chains is held out, another one is for validation.
+
+    `examples/finetune_proteinmpnn.py` has the model, the chains and the loss.
+
+    Attributes:
+      params, targets, about: as for `SmolLM`.
+    """
+
+    targets = r".*(enc|dec)_layer.*/w"
+
+    def __init__(self) -> None:
+        import finetune_proteinmpnn as example  # (it defines flags, of which one is required)
+
+        flags.FLAGS.pdbs = PDBS.value
+        self.example, self.names = example, example.names_of_older_jax()
+        self.names.__enter__()  # for as long as the process runs
+        names = ("mpnn.modules", "af.prep", "af.alphafold.common.residue_constants")
+        modules = dense_twin.modules_of(None, [f"colabdesign.{name}" for name in names])
+        self.task = example.task_of(*modules)
+        self.params = jax.tree.map(jnp.asarray, self.task.params)
+        self.apply = hki.transform_implicit(self.task.model).apply
+        self.about = dict(model="ProteinMPNN", batch=4, orders=ORDERS)
+        self.dense_loss = jax.jit(self.loss)
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        return self.example.nll(self.apply, params, *batch).mean()
+
+    def _chains(self, chosen: np.ndarray, key: jax.Array) -> Any:
+        return key, jax.tree.map(lambda x: x[jnp.asarray(chosen)], self.task.batch)
+
+    def batch(self, seed: int, step: int) -> Any:
+        """A random decoding order of random chains of the other folds."""
+        training = np.flatnonzero(self.task.folds > 1)
+        chosen = np.random.default_rng([seed, step]).choice(training, 4, replace=False)
+        return self._chains(chosen, jax.random.fold_in(jax.random.key(seed), step))
+
+    def evaluate(self, params: Any) -> dict[str, float]:
+        """The losses of two folds with dense parameters, the means of the same decoding orders."""
+        keys = jax.random.split(jax.random.key(1), ORDERS)
+        found = {}
+        for fold, name in enumerate(("heldout", "validation")):
+            batches = [self._chains(np.flatnonzero(self.task.folds == fold), key) for key in keys]
+            found[name] = float(np.mean([float(self.dense_loss(params, b)) for b in batches]))
+        return found
+
+    def _calibration(self) -> list[Any]:
+        return [self.batch(0, 1000 + i) for i in range(4)]
+
+    @functools.cache  # noqa: B019
+    def moments(self) -> dict[str, jax.Array]:
+        """The moments of the inputs of the weights, on chains to train on."""
+        return hki.input_moments(
+            lambda params, *batch: self.example.nll(self.apply, params, *batch),
+            self.params,
+            self._calibration(),
+            targets=self.targets,
+        )
+
+    @functools.cache  # noqa: B019
+    def gradients(self) -> Any:
+        """The gradient of the loss of the same chains, for all weights."""
+        parts = [jax.jit(jax.grad(self.loss))(self.params, b) for b in self._calibration()]
+        return jax.tree.map(lambda *each: sum(each) / len(each), *parts)
+
+
 def transformed(forward: Any) -> hk.Transformed:
     return hk.without_apply_rng(hk.transform(forward))
 
@@ -146,4 +212,4 @@ def stacked(params: Any, layers: Sequence[int]) -> Any:
     return new
 
 
-TASKS = {"smollm": SmolLM}
+TASKS = {"smollm": SmolLM, "proteinmpnn": ProteinMPNN}

@@ -24,7 +24,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import haiku_implicit as hki
-from benchmarks import adapter_tasks, machine, result_files
+from benchmarks import adapter_tasks, adapters_report, machine, result_files
 from benchmarks.adapter_kinds import KINDS, Kind, optimizer_of, trained_size
 
 ONLY = flags.DEFINE_string("kinds", "", "A regular expression: only kinds whose names match.")
@@ -42,11 +42,12 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     if not REPORT_ONLY.value:
         measure()
+    adapters_report.write(TASK.value)
 
 
 def measure() -> None:
     """Trains and records what is missing: each kind with one seed, then with the others."""
-    path = adapter_tasks.results_path(TASK.value)
+    path = adapters_report.results_path(TASK.value)
     results = json.loads(path.read_text()) if RESUME.value and path.exists() else {}
     task = adapter_tasks.TASKS[TASK.value]()
     settings = dict(num_steps=STEPS.value, **task.about)
@@ -123,7 +124,7 @@ class Run:
         task, kind = self.task, self.kind
         if not kind.method:
             return hki.partition(task.params, hki.LAYER_NORMS)
-        options = dict(kind.options)
+        options = {**kind.options, **(kind.protein if TASK.value == "proteinmpnn" else {})}
         if kind.init is not None:
             options["init"] = kind.init(getattr(task, kind.data)())
         params = hki.add_adapter(task.params, seed, kind.method, targets=task.targets, **options)
