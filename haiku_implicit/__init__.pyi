@@ -18,7 +18,7 @@ from haiku_implicit.arrays import (
     Zeros,
     fake_quantize,
 )
-from haiku_implicit.arrays.lora_init import EVA, LoftQ
+from haiku_implicit.arrays.lora_init import EVA, CorDA, LoftQ, LoRAGA
 from haiku_implicit.core.array import ArrayValue, ImplicitArray
 from haiku_implicit.core.binary import binary_handler
 from haiku_implicit.core.box import box
@@ -205,8 +205,10 @@ __all__ = [
     "save_gguf",
     # LoRA's relatives
     "adapters",
+    "CorDA",
     "EVA",
     "LoftQ",
+    "LoRAGA",
     "with_dropout",
     "with_vector_bank",
     "get_adapter",

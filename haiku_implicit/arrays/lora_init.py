@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,49 @@ class OLoRA(LoRAInit):
 
 
 @dataclasses.dataclass(frozen=True)
-class EVA(LoRAInit):
+class FromData(LoRAInit):
+    """An initialization from an array of each weight, which a calibration batch gives.
+
+    Attributes:
+      path: the path of the weight, which `add_lora` and `add_adapter` give.
+    """
+
+    path: str = dataclasses.field(default="", kw_only=True)
+
+    def of_weight(self, path: str) -> Self:
+        return dataclasses.replace(self, path=path)
+
+    def _found(self, name: str, data: Mapping[str, Any], shape: tuple[int, ...]) -> jax.Array:
+        """The weight's own array, float32; raises if it is missing or of another shape.
+
+        Args:
+          name: the name of the data, for errors.
+          data: arrays by the paths of weights, `module/name`, or in the nesting of the parameters.
+          shape: the expected shape.
+        """
+        own, kind = _by_path(data, self.path), type(self).__name__
+        if own is None:
+            raise ValueError(f"init: {kind} has no {name} of {self.path}, only of {[*data]}")
+        if own.shape != shape:
+            raise ValueError(
+                f"init: expected {name} {[*shape]} of {self.path}, got {list(own.shape)}"
+            )
+        return jnp.asarray(own, jnp.float32)
+
+
+def _by_path(tree: Any, path: str) -> Any:
+    """The entry of nested mappings whose keys, joined by '/', are a path; None if there is none."""
+    if not isinstance(tree, Mapping):
+        return None
+    if path in tree:
+        return tree[path]
+    keys = [key for key in tree if path.startswith(f"{key}/")]
+    found = (_by_path(tree[key], path[len(key) + 1 :]) for key in keys)
+    return next((x for x in found if x is not None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class EVA(FromData):
     """LoRA whose `a` holds the directions in which the inputs vary most, and whose `b` is zero.
 
     After Paischer et al. 2024, arXiv:2410.07170, with one rank for all weights. To vary the rank by
@@ -115,7 +157,6 @@ class EVA(LoRAInit):
     Attributes:
       moments: the second moments of the inputs, `[..., n, n]`, by the paths of the weights, as
         `input_moments` returns them.
-      path: the path of the weight, which `add_lora` and `add_adapter` give.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -125,24 +166,98 @@ class EVA(LoRAInit):
       [[0. 1.]]
     """
 
-    moments: Mapping[str, jax.Array]
-    path: str = ""
-
-    def of_weight(self, path: str) -> "EVA":
-        return dataclasses.replace(self, path=path)
+    moments: Mapping[str, Any]
 
     def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
-        path = self.path
-        if path not in self.moments:
-            raise ValueError(f"init: EVA has no moments of {path}, only of {sorted(self.moments)}")
-        moments, (*lead, n, m) = self.moments[path], w.shape
-        if moments.shape != (*lead, n, n):
-            raise ValueError(
-                f"init: expected moments {[*lead, n, n]} of {path}, got {list(moments.shape)}"
-            )
-        _, vectors = jnp.linalg.eigh(moments.astype(jnp.float32))  # the largest come last
+        *lead, n, m = w.shape
+        _, vectors = jnp.linalg.eigh(
+            self._found("moments", self.moments, (*lead, n, n))
+        )  # the largest come last
         a = vectors[..., ::-1][..., :rank].astype(w.dtype)
         return Parts(w, a, drawing.zeros((*lead, rank, m), w.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class CorDA(FromData):
+    """LoRA with the components of the weight that matter most for its inputs.
+
+    After Yang et al. 2024, arXiv:2406.05223. `c` is the second moment of the inputs, divided by the
+    mean of its diagonal, plus `damping` times the identity. With the singular value decomposition
+    `c @ w = u s v`, the weight is `(c⁻¹ u) s v`. LoRA gets `rank` components, and the weight holds the
+    rest.
+
+    Attributes:
+      moments: the second moments of the inputs, as for `EVA`.
+      preserve: whether LoRA gets the components of the least singular values, so that training changes
+        little on these inputs (the paper's knowledge-preserved mode). By default it gets the largest.
+      damping: the share of the identity in `c`; the default is PEFT's.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> init = hki.CorDA({'linear/w': jnp.diag(jnp.array([1.0, 9.0]))})
+      >>> params = hki.add_lora({'linear': {'w': jnp.eye(2)}}, 0, rank=1, init=init)
+      >>> print(params['linear']['w'].w.round(3))
+      [[1. 0.]
+       [0. 0.]]
+    """
+
+    moments: Mapping[str, Any]
+    preserve: bool = False
+    damping: float = 0.01
+
+    def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
+        _check_scale(scale)
+        w = _dense("CorDA", w)
+        *lead, n, _ = w.shape
+        c = self._found("moments", self.moments, (*lead, n, n))
+        c /= jnp.trace(c, axis1=-2, axis2=-1)[..., None, None] / n
+        c += self.damping * jnp.eye(n)
+        u, s, v = jnp.linalg.svd(
+            jnp.matmul(c, w.astype(jnp.float32), precision="highest"), full_matrices=False
+        )
+        own = slice(-rank, None) if self.preserve else slice(rank)
+        root = jnp.sqrt(s[..., own] / scale)
+        a = jnp.linalg.solve(c, u[..., own]) * root[..., None, :]
+        return _with_rest(w, a, root[..., None] * v[..., own, :], scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRAGA(FromData):
+    """LoRA whose first step of gradient descent is nearest to a step of the whole weight.
+
+    After Wang et al. 2024, arXiv:2407.05000: `a` has the first `rank` left singular vectors of the
+    gradient, `b` the next `rank` right ones, both times `m^(1/4) / gamma^(1/2)`, and the weight is what
+    remains. The first step then changes the product along the gradient's `2 * rank` largest components.
+
+    Attributes:
+      gradients: the gradients of the weights in the nesting of the parameters, as `jax.grad` returns
+        them.
+      gamma: a smaller one makes larger factors; the default is the paper's.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'linear': {'w': jnp.eye(4)}}
+      >>> grads = jax.grad(lambda p: (jnp.diag(jnp.arange(4.0)) * p['linear']['w']).sum())(params)
+      >>> lora = hki.add_lora(params, 0, rank=1, init=hki.LoRAGA(grads))['linear']['w']
+      >>> print(abs(lora.a).T.round(3), abs(lora.b).round(3))
+      [[0.    0.    0.    0.354]] [[0.    0.    0.354 0.   ]]
+    """
+
+    gradients: Mapping[str, Any]
+    gamma: float = 16.0
+
+    def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
+        w = _dense("LoRAGA", w)
+        if 2 * rank > min(w.shape[-2:]):
+            raise ValueError(
+                f"init: LoRAGA needs twice the rank, {2 * rank}, of singular values; a weight "
+                f"{list(w.shape)} has {min(w.shape[-2:])}"
+            )
+        u, _, v = jnp.linalg.svd(
+            self._found("gradient", self.gradients, w.shape), full_matrices=False
+        )
+        size = w.shape[-1] ** 0.25 / self.gamma**0.5
+        return _with_rest(w, size * u[..., :rank], size * v[..., rank : 2 * rank, :], scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,11 +329,15 @@ def init_of(init: LoRAInit | Initializer | str | None) -> LoRAInit:
 
 def truncated(w: jax.Array, rank: int, scale: float) -> tuple[jax.Array, jax.Array]:
     """`a` and `b`, float32, so that `scale * a @ b` has the largest singular values of `w`."""
-    if scale <= 0:
-        raise ValueError(f"alpha: expected a positive number for this init, got a scale of {scale}")
+    _check_scale(scale)
     u, s, v = jnp.linalg.svd(w.astype(jnp.float32), full_matrices=False)
     root = jnp.sqrt(s[..., :rank] / scale)
     return u[..., :rank] * root[..., None, :], root[..., None] * v[..., :rank, :]
+
+
+def _check_scale(scale: float) -> None:
+    if scale <= 0:
+        raise ValueError(f"alpha: expected a positive number for this init, got a scale of {scale}")
 
 
 def _choose(condition: jax.Array, new: Array, old: Array) -> Array:

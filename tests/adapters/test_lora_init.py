@@ -1,5 +1,7 @@
 """Initializations of LoRA: what the weight and the correction are together, and what each is for."""
 
+import pathlib
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from tests.adapter_cases import normal
 from tests.tiers import few
 
 N, M, R = 16, 12, 4
+PEFT = pathlib.Path(__file__).resolve().parents[1] / "data" / "peft_starts.npz"
 
 
 def moments_of(w, name="layer/w"):
@@ -25,10 +28,14 @@ INITS = {
     "pissa": lambda w: "pissa",
     "olora": lambda w: "olora",
     "eva": lambda w: hki.EVA(moments_of(w)),
+    "corda": lambda w: hki.CorDA(moments_of(w)),
+    "corda, preserving": lambda w: hki.CorDA(moments_of(w), preserve=True),
+    "lora_ga": lambda w: hki.LoRAGA({"layer": {"w": normal(w.shape, 6)}}),
 }
+RESTS = ("pissa", "olora", "corda", "corda, preserving", "lora_ga")  # those that change the weight
 
 
-@pytest.mark.parametrize("name", few(INITS, "pissa", "olora"))
+@pytest.mark.parametrize("name", few(INITS, "pissa", "olora", "corda", "lora_ga"))
 @pytest.mark.parametrize("kind", few(["matrix", "stack", "view", "bfloat16"], "matrix", "view"))
 def test_the_sum_is_the_weight(name, kind):
     """To the rounding of one subtraction; with an alpha, and where the rank stabilizes it."""
@@ -53,7 +60,7 @@ def test_the_sum_is_the_weight(name, kind):
         eps = float(jnp.finfo(w.dtype).eps)
         error = np.abs(np.asarray(hki.materialize(new) - w, np.float32)).max()
         assert error <= 4 * eps * float(jnp.abs(w).max()), error
-        if name in ("pissa", "olora"):
+        if name in RESTS:
             assert float(jnp.abs(lora.b).max()) > 0 and float(jnp.abs(lora.w - matrix).max()) > 0
 
 
@@ -102,6 +109,55 @@ def test_eva_from_a_calibration_batch():
     np.testing.assert_allclose(a @ a.T, v[:3].T @ v[:3], atol=1e-3)
 
 
+@pytest.mark.parametrize("mode, preserve", [("ipm", False), ("kpm", True)])
+def test_corda_is_pefts(mode, preserve):
+    """The correction and the rest of the weight, from the same inputs; the factors up to a scale."""
+    with np.load(PEFT) as g:
+        w, x, (of_a, of_b, rest) = (
+            g["weight"].T,
+            g["x"],
+            (g[f"{mode}/{k}"] for k in ("a", "b", "rest")),
+        )
+    init = hki.CorDA({"m/w": x.T @ x}, preserve=preserve)
+    lora = hki.add_lora({"m": {"w": jnp.array(w)}}, 0, rank=2, alpha=3.0, init=init)["m"]["w"]
+    np.testing.assert_allclose(lora.delta(), 1.5 * (of_b @ of_a).T, atol=2e-5)
+    np.testing.assert_allclose(lora.w, rest.T, atol=2e-5)
+    ratios = np.concatenate([np.ravel(lora.a / of_a.T), np.ravel(of_b.T / lora.b)])
+    np.testing.assert_allclose(np.abs(ratios), np.abs(ratios[0]), rtol=1e-3)
+
+
+def test_corda_loses_least_of_the_outputs():
+    """The correction times the moments is the nearest matrix of this rank."""
+    w, x = normal((N, M)), normal((40, N), 5) @ normal((N, N), 6)
+    init = hki.CorDA({"m/w": x.T @ x}, damping=0.0)
+    lora = hki.add_lora({"m": {"w": w}}, 0, rank=R, init=init)["m"]["w"]
+    u, s, v = np.linalg.svd(x.T @ x @ w, full_matrices=False)
+    best = (u[:, :R] * s[:R]) @ v[:R]
+    np.testing.assert_allclose(x.T @ x @ lora.delta(), best, atol=1e-4 * np.abs(best).max())
+
+
+def test_the_first_step_of_lora_ga():
+    """Gradient descent changes the product by the nearest matrix to the gradient of twice the rank."""
+    w, g = normal((N, M)), normal((N, M), 1)
+    init = hki.LoRAGA({"m": {"w": g}}, gamma=4.0)
+    lora = hki.add_lora({"m": {"w": w}}, 0, rank=R, init=init)["m"]["w"]
+    change = (g @ lora.b.T) @ lora.b + lora.a @ (lora.a.T @ g)  # for a small learning rate
+    u, s, v = np.linalg.svd(g, full_matrices=False)
+    best = (u[:, : 2 * R] * s[: 2 * R]) @ v[: 2 * R]
+    np.testing.assert_allclose(change, M**0.5 / 4 * best, atol=1e-5)
+
+
+def test_lora_ga_has_the_directions_of_peft():
+    """PEFT also multiplies `b` by singular values, unlike the paper and its authors' code."""
+    with np.load(PEFT) as g:
+        w, grad, (of_a, of_b) = g["weight"].T, g["gradient"].T, (g[f"lora_ga/{k}"] for k in "ab")
+    init = hki.LoRAGA({"m": {"w": jnp.array(grad)}}, gamma=w.shape[1] ** 0.5)  # lengths of 1
+    lora = hki.add_lora({"m": {"w": jnp.array(w)}}, 0, rank=2, alpha=3.0, init=init)["m"]["w"]
+    of_b = of_b / np.linalg.norm(of_b, axis=0)
+    for found, theirs in ((lora.a, of_a.T), (lora.b.T, of_b)):
+        np.testing.assert_allclose(np.abs(np.asarray(found).T @ theirs), np.eye(2), atol=1e-4)
+
+
 @pytest.mark.parametrize("stacked", few([False, True], False))
 def test_loftq_makes_up_for_rounding(stacked):
     """Together they are nearer to the weight than the quantized weight alone, and more with turns."""
@@ -143,6 +199,9 @@ def test_quantizing_the_rest():
             dict(init=hki.EVA({"m/w": np.eye(3, dtype=np.float32)})),
             r"m/w .*expected moments \[16, 16\]",
         ),
+        (dict(init=hki.CorDA({"n": {}})), "m/w .*CorDA has no moments of m/w, only of .'n'"),
+        (dict(init=hki.LoRAGA({"m": {"w": np.eye(3)}})), r"m/w .*expected gradient \[16, 12\]"),
+        (dict(init=hki.LoRAGA({}), rank=7), "m/w .*twice the rank, 14, .* has 12"),
         (dict(rank_stabilized=True), "rank_stabilized: expected an alpha"),
     ],
 )

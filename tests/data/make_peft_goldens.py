@@ -1,4 +1,4 @@
-"""Makes peft.npz, peft_adapters.npz and peft_config.json: what PEFT computes, and what it writes.
+"""Makes peft.npz, peft_adapters.npz, peft_starts.npz and peft_config.json from PEFT.
 
 In peft.npz, for tests/adapters/test_peft.py: for each method PEFT puts an adapter with random numbers on a small layer, in float32 on the CPU. The file
 holds the layer's weight, PEFT's own parameters under PEFT's own names, the inputs, the outputs and the
@@ -10,14 +10,18 @@ PEFT's permutations and blocks.
 In peft_adapters.npz, for tests/interchange/test_peft.py: a small model, and for each configuration of LoRA
 the files that PEFT saves, and the outputs of a model into which PEFT loads them again.
 
+In peft_starts.npz, for tests/adapters/test_lora_init.py: the factors and the rest of a weight as CorDA and
+LoRA-GA begin.
+
 In peft_config.json: the keys of a configuration of LoRA, with the values that PEFT writes by default.
 
 To make them anew, in an environment of its own::
 
-    python -m venv peft_env && peft_env/bin/pip install torch==2.13.0 peft
+    python -m venv peft_env && peft_env/bin/pip install torch==2.13.0 peft attrs
     peft_env/bin/python tests/data/make_peft_goldens.py
 """
 
+import copy
 import dataclasses
 import json
 import pathlib
@@ -27,7 +31,9 @@ import numpy as np
 import peft
 import safetensors.torch
 import torch
-from peft.tuners.lora.config import MontecloraConfig
+from peft.tuners.lora.config import CordaConfig, LoraGAConfig, MontecloraConfig
+from peft.tuners.lora.corda import preprocess_corda
+from peft.tuners.lora.loraga import preprocess_loraga
 
 TARGET = pathlib.Path(__file__).with_name("peft.npz")
 N, M = 12, 8
@@ -220,6 +226,35 @@ def adapters():
     return arrays
 
 
+def starts():
+    """LoRA as CorDA and LoRA-GA begin it: from inputs, and from a gradient."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(N, M, bias=False)
+    x, target = torch.randn(40, N) @ torch.randn(N, N), torch.randn(40, M)
+    arrays = {"weight": layer.weight.detach().numpy().copy(), "x": x.numpy()}
+    for name, own in {
+        "ipm": dict(init_lora_weights="corda", corda_config=CordaConfig(corda_method="ipm")),
+        "kpm": dict(init_lora_weights="corda", corda_config=CordaConfig(corda_method="kpm")),
+        "lora_ga": dict(init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig(scale="unit")),
+    }.items():
+        config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["layer"], **own)
+        model = Model(copy.deepcopy(layer))
+
+        def train_step(model=model):
+            (model(x) * target).sum().backward()
+
+        if name == "lora_ga":
+            preprocess_loraga(model, config, train_step)
+            arrays["gradient"] = model.layer._peft_loraga_grad.numpy().copy()
+        else:
+            preprocess_corda(model, config, run_model=lambda model=model: model(x))
+        new = peft.get_peft_model(model, config).base_model.model.layer
+        factors = new.lora_A["default"].weight, new.lora_B["default"].weight
+        found = dict(zip("ab", factors, strict=True)) | {"rest": new.base_layer.weight}
+        arrays |= {f"{name}/{k}": v.detach().numpy() for k, v in found.items()}
+    return arrays
+
+
 def keys():
     config = peft.LoraConfig()
     written = json.loads(json.dumps(config.to_dict(), default=list))
@@ -228,6 +263,7 @@ def keys():
 
 def main():
     np.savez_compressed(TARGET.with_name("peft_adapters.npz"), **adapters())
+    np.savez_compressed(TARGET.with_name("peft_starts.npz"), **starts())
     text = json.dumps(keys(), indent=2)
     TARGET.with_name("peft_config.json").write_text(text + "\n", encoding="utf-8")
     torch.manual_seed(0)

@@ -68,7 +68,8 @@ def add_lora(
       init: the initialization of the factors. A function draws `a`, as `init(key, shape, dtype)`, and
         `b` is zero; None: uniform in ±1/sqrt(n). 'gaussian': normal. 'orthogonal': neither factor is
         zero, but their product is. 'pissa', 'olora': the factors hold the largest part of the weight,
-        which becomes the rest. `EVA(moments)`: from the inputs of a calibration batch.
+        which becomes the rest. `EVA(moments)` and `CorDA(moments)`: from the inputs of a
+        calibration batch. `LoRAGA(gradients)`: from gradients of the weights.
         `LoftQ(dtype, ...)`: the weight is quantized, and the factors make up for part of the error.
       exclude: the targets to leave out, in the same forms as `targets`. One that matches no parameter
         is an error.

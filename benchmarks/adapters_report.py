@@ -1,0 +1,101 @@
+"""The table and the picture of `docs/adapters.md`, from the results of `benchmarks.adapters`."""
+
+import json
+import pathlib
+import statistics
+from typing import Any
+
+from benchmarks import tables as markdown
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCUMENTS = (ROOT / "docs" / "adapters.md",)
+IMAGE = ROOT / "docs" / "images" / "adapters.png"
+HEADER = ["adapter", "trained", "held-out loss", "runs", "to LoRA", "rate", "s a step", "MB"]
+
+Results = dict[str, Any]
+
+
+def results_path(task: str) -> pathlib.Path:
+    return ROOT / "benchmarks" / "results" / f"adapters_{task}.json"
+
+
+def write(task: str) -> None:
+    """Updates the table of a task, and the picture if it is the first task."""
+    results = json.loads(results_path(task).read_text())
+    markdown.replace(DOCUMENTS, {task: table(results)})
+    if task == "smollm":
+        draw(results)
+
+
+def in_order(results: Results) -> dict[str, Results]:
+    """The records that have runs, the least mean loss first."""
+    found = {name: record for name, record in results["kinds"].items() if record.get("runs")}
+    return dict(sorted(found.items(), key=lambda item: statistics.mean(losses(item[1]))))
+
+
+def losses(record: Results) -> list[float]:
+    return [run["heldout"] for run in record["runs"]]
+
+
+def has_own_size(results: Results, name: str) -> bool:
+    """Whether a kind trains another number than LoRA, by more than a tenth."""
+    kinds = results["kinds"]
+    return abs(kinds[name]["trained"] / kinds["LoRA"]["trained"] - 1) > 0.1
+
+
+def table(results: Results) -> str:
+    """The table of a task: a row for each kind, and the range of its runs."""
+    return markdown.table(HEADER, [row(results, name) for name in in_order(results)])
+
+
+def row(results: Results, name: str) -> list[str]:
+    record, lora = results["kinds"][name], results["kinds"]["LoRA"]
+    found, seconds = losses(record), [run["seconds"] for run in record["runs"]]
+    # Runs of one seed have the same batches: the differences vary less than the losses.
+    pairs = zip(found, losses(lora), strict=False)
+    difference = statistics.mean(own - reference for own, reference in pairs)
+    return [
+        name + (" †" if has_own_size(results, name) else ""),
+        f"{record['trained']:,}",
+        f"{statistics.mean(found):.3f} ({min(found):.3f}–{max(found):.3f})",
+        str(len(found)),
+        f"{difference:+.3f}",
+        f"{record['rate']:g}",
+        f"{statistics.median(seconds):.2f}",
+        f"{record['bytes'] / 1e6:.0f}",
+    ]
+
+
+def draw(results: Results) -> None:
+    """Plots the loss of each run, and seconds and bytes beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    records = in_order(results)
+    options = dict(width_ratios=(3, 1, 1), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, 3, figsize=(9, 0.24 * len(records) + 1), **options)
+    places = range(len(records))
+    for place, (name, record) in enumerate(records.items()):
+        found = losses(record)
+        color = "#d07c1f" if has_own_size(results, name) else "#1f6fb2"
+        panels[0].plot([min(found), max(found)], [place] * 2, color=color, linewidth=1)
+        panels[0].scatter(found, [place] * len(found), s=14, color=color)
+        panels[0].scatter(statistics.mean(found), place, s=70, marker="|", color=color)
+    seconds = [statistics.median(run["seconds"] for run in r["runs"]) for r in records.values()]
+    panels[1].barh(places, seconds, color="#9a9a9a", height=0.6)
+    panels[2].barh(
+        places, [r["bytes"] / 1e6 for r in records.values()], color="#9a9a9a", height=0.6
+    )
+    labels = ("held-out loss, a dot for each seed", "seconds a step", "MB")
+    for axes, label in zip(panels, labels, strict=True):
+        axes.set_xlabel(label, fontsize=9)
+        axes.grid(color="#e4e4e4", linewidth=0.8, axis="x")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(places, list(records), fontsize=8)
+    panels[0].invert_yaxis()
+    IMAGE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(IMAGE, dpi=160)
+    plt.close(figure)
