@@ -179,6 +179,13 @@ def program(name: str, w: Any, x: jax.Array) -> Callable[[], Any]:
 
 def compiled(name: str, w: Any, x: Any) -> tuple[Callable[..., Any], int]:
     """Compiles a formulation, and returns it with the number of weights; for arrays or their shapes."""
+    with mock.patch.object(pallas, "available", lambda: name == "kernel" and pallas.supported()):
+        run, count = traced(name, w, x)
+        return run.lower().compile(), count
+
+
+def traced(name: str, w: Any, x: Any) -> tuple[jax.stages.Traced, int]:
+    """Traces a formulation, and returns it with the number of weights."""
     # Leaves, not implicit arrays: passing these is not part of a product.
     leaves, treedef = jax.tree.flatten(w)
     count = number_of_weights(
@@ -191,8 +198,7 @@ def compiled(name: str, w: Any, x: Any) -> tuple[Callable[..., Any], int]:
 
     abstract = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
     of_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    with mock.patch.object(pallas, "available", lambda: name == "kernel" and pallas.supported()):
-        return jax.jit(run).lower(of_x, [abstract] * count).compile(), count
+    return jax.jit(run).trace(of_x, [abstract] * count), count
 
 
 def in_turns(functions: Sequence[Callable[[], Any]], turns: int) -> list[list[float]]:

@@ -68,9 +68,9 @@ def measure(name: str, batch: str) -> dict[str, Any]:
     optimizer = optax.adam(1e-4)
     state = optimizer.init(params)
     start = time.perf_counter()
-    traced = jax.jit(step_of(model, optimizer), donate_argnums=(0, 1)).trace(params, state, tokens)
+    step = traced(model, optimizer, params, state, tokens)
     traced_at = time.perf_counter()
-    compiled = traced.lower().compile()
+    compiled = step.lower().compile()
     memory = compiled.memory_analysis()
     params, state, loss = compiled(params, state, tokens)
     first = float(loss)
@@ -90,6 +90,13 @@ def measure(name: str, batch: str) -> dict[str, Any]:
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
     )
+
+
+def traced(
+    model: Any, optimizer: optax.GradientTransformation, *arguments: Any
+) -> jax.stages.Traced:
+    """Traces a step for these parameters, state and tokens."""
+    return jax.jit(step_of(model, optimizer), donate_argnums=(0, 1)).trace(*arguments)
 
 
 def step_of(model: Any, optimizer: optax.GradientTransformation) -> Step:

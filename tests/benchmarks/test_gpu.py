@@ -1,9 +1,13 @@
 """The GPU benchmarks: what they do without a GPU, and that their programs and tables are right."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -12,6 +16,9 @@ import haiku_implicit as hki
 from benchmarks import tables
 from benchmarks.gpu import products as benchmark
 from benchmarks.gpu import steps, tune
+from tests.cuda import lowered_for_cuda
+
+KERNEL = "__gpu$xla.gpu.triton"
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +66,50 @@ def test_the_document_has_its_place(tmp_path):
     copy.write_text(page.read_text())
     tables.replace([copy], {"gpu": "a table"})
     assert "a table" in copy.read_text()
+
+
+@pytest.mark.slow
+def test_products_for_a_gpu(monkeypatch):
+    """XLA takes every program that is timed there, and the kernel is in those that say so."""
+    monkeypatch.setattr(benchmark, "number_of_weights", lambda *_: 1)
+    monkeypatch.setattr(benchmark.pallas, "capability", lambda: 9.0)
+    with flagsaver.flagsaver(gpu_sizes=["4096x14336"]):
+        cases = benchmark.cases()
+    for size, weight, group, m in cases:
+        w = jax.ShapeDtypeStruct(size, jnp.bfloat16)
+        q = jax.eval_shape(lambda w, n=weight, g=group: hki.QuantizedMatrix.quantize(w, n, g), w)
+        x = jax.ShapeDtypeStruct((m, size[0]), jnp.bfloat16)
+        for name in benchmark.FORMULATIONS:
+            kernel = name == "kernel"
+            monkeypatch.setattr(benchmark.pallas, "available", lambda kernel=kernel: kernel)
+            text = lowered_for_cuda(benchmark.traced(name, w if name == "dense" else q, x)[0])
+            assert (KERNEL in text) == (kernel and m <= 128)
+
+
+@pytest.mark.slow
+@pytest.mark.all_slow
+@pytest.mark.parametrize("method", steps.METHODS)
+def test_steps_for_a_gpu(method, monkeypatch):
+    monkeypatch.setattr(benchmark.pallas, "capability", lambda: 9.0)
+    monkeypatch.setattr(benchmark.pallas, "available", lambda: True)
+    optimizer, tokens = optax.adam(1e-4), jnp.zeros((1, 16), int)
+    with flagsaver.flagsaver(steps_layers=1, steps_width=128):
+        model, params = steps.METHODS[method]()
+        step = steps.traced(model, optimizer, params, optimizer.init(params), tokens)
+    assert (KERNEL in lowered_for_cuda(step)) == ("LoRA on" in method)
+
+
+@pytest.mark.slow
+def test_the_script_without_a_gpu(tmp_path):
+    """It runs a stage, keeps its log, and says that nothing was measured."""
+    script, output = benchmark.ROOT / "benchmarks" / "gpu" / "run.sh", tmp_path / "results"
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # of python3
+    environment = os.environ | dict(PATH=path, JAX_PLATFORMS="cpu", STAGES="products", LIMIT="100")
+    run = subprocess.run(
+        ["bash", script, output], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "products: exit status 1\n" in run.stdout and "=== done" in run.stdout
+    assert "no GPU here" in (output / "products.log").read_text()
 
 
 @pytest.mark.slow
