@@ -60,6 +60,44 @@ def test_results_and_table(tmp_path, monkeypatch):
     assert lines[0] == "before" and lines[-1] == "after"
 
 
+def test_a_time_is_that_of_one_product(monkeypatch):
+    """Of large weights there are fewer copies, and tokamax is asked if it is there."""
+    monkeypatch.setattr(benchmark, "number_of_weights", lambda nbytes, m: 2 if nbytes > 2000 else 3)
+    monkeypatch.setattr(benchmark, "in_turns", lambda runs, turns: [[len(run())] for run in runs])
+    monkeypatch.setattr(benchmark, "tokamax", Tokamax)
+    monkeypatch.setattr(benchmark, "qwix", Qwix, raising=False)
+    benchmark.weights.cache_clear()
+    found = benchmark.measure_case((64, 16), "int4", 32, 3)
+    benchmark.weights.cache_clear()
+    assert found["times"] == dict.fromkeys(benchmark.FORMULATIONS, [1.0])
+    assert set(Tokamax.rows) == {3}
+    header, *_, line = benchmark.tables(
+        dict(environment=dict(date="", device="", versions={}), turns=1, bandwidth=1, cases=[found])
+    )["gpu"].splitlines()[-3:]
+    assert len(header.split("|")) == len(line.split("|"))
+
+
+class Qwix:
+    """Gives a weight as it is, for what `qwix.quantize` would give."""
+
+    @staticmethod
+    def quantize(w, qtype, channelwise_axes, tiled_axes):
+        assert (qtype, channelwise_axes, tiled_axes) == ("int4", [1], {0: 32})
+        return w
+
+
+class Tokamax:
+    """Multiplies as `tokamax.ragged_dot` does, for one group."""
+
+    rows: list[int] = []
+
+    @classmethod
+    def ragged_dot(cls, x, w, sizes):
+        assert sizes.shape == (1,)
+        cls.rows.append(x.shape[0])
+        return x @ w[0]
+
+
 def test_the_document_has_its_place(tmp_path):
     copy = tmp_path / "document.md"
     (page,) = benchmark.DOCUMENTS
@@ -77,12 +115,12 @@ def test_products_for_a_gpu(monkeypatch):
         cases = benchmark.cases()
     for size, weight, group, m in cases:
         w = jax.ShapeDtypeStruct(size, jnp.bfloat16)
-        q = jax.eval_shape(lambda w, n=weight, g=group: hki.QuantizedMatrix.quantize(w, n, g), w)
+        forms = jax.eval_shape(lambda w, n=weight, g=group: benchmark.forms(w, n, g), w)
         x = jax.ShapeDtypeStruct((m, size[0]), jnp.bfloat16)
-        for name in benchmark.FORMULATIONS:
+        for name, form in forms.items():
             kernel = name == "kernel"
             monkeypatch.setattr(benchmark.pallas, "available", lambda kernel=kernel: kernel)
-            text = lowered_for_cuda(benchmark.traced(name, w if name == "dense" else q, x)[0])
+            text = lowered_for_cuda(benchmark.traced(name, form, x)[0])
             assert (KERNEL in text) == (kernel and m <= 128)
 
 
