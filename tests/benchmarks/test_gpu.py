@@ -102,8 +102,22 @@ def test_the_document_has_its_place(tmp_path):
     copy = tmp_path / "document.md"
     (page,) = benchmark.DOCUMENTS
     copy.write_text(page.read_text())
-    tables.replace([copy], {"gpu": "a table"})
-    assert "a table" in copy.read_text()
+    tables.replace([copy], {"gpu": "a table", "gpu steps": "another"})
+    assert "a table" in copy.read_text() and "another" in copy.read_text()
+
+
+def test_the_table_of_steps(tmp_path, monkeypatch):
+    document, output = tmp_path / "document.md", tmp_path / "steps.json"
+    document.write_text("<!-- gpu steps -->\n<!-- end -->\n")
+    monkeypatch.setattr(benchmark, "DOCUMENTS", (document,))
+    sizes = dict(weights=2e9, arguments=3e9, temporaries=4e9)
+    times = {"all weights": 0.2, "LoRA": 0.15}
+    cases = [dict(batch="8x512", method=name, time=times[name], **sizes) for name in times]
+    about = dict(environment=benchmark.environment(), layers=12, width=2048, rank=16)
+    output.write_text(json.dumps(about | dict(cases=cases)))
+    with flagsaver.flagsaver(steps_output=str(output), steps_report_only=True):
+        steps.main(["steps"])
+    assert "| 8x512 | LoRA | 150.0 | 0.75 | 2.00 | 3.00 | 4.00 |" in document.read_text()
 
 
 @pytest.mark.slow
