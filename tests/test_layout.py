@@ -174,9 +174,13 @@ def test_names_are_there_at_their_first_use_in_any_thread():
 
 
 def test_a_name_that_goes_is_an_alias_with_a_warning(monkeypatch):
-    assert not hki._RENAMED.keys() & set(hki.__all__) and set(hki._RENAMED.values()) <= set(hki.__all__)
+    assert not hki._RENAMED.keys() & set(hki.__all__) and set(hki._RENAMED.values()) <= set(
+        hki.__all__
+    )
     monkeypatch.setattr(hki, "_RENAMED", {"lora": "add_lora"})
-    expected = r"haiku_implicit\.lora is now haiku_implicit\.add_lora; the next minor version drops it"
+    expected = (
+        r"haiku_implicit\.lora is now haiku_implicit\.add_lora; the next minor version drops it"
+    )
     with pytest.warns(DeprecationWarning, match=expected) as warned:
         assert hki.lora is hki.add_lora
         from haiku_implicit import lora

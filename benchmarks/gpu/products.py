@@ -1,4 +1,4 @@
-"""Times products with quantized weights on a GPU: this library's kernel, XLA only, and dense bfloat16.
+"""Times products with quantized weights on a GPU: this library's kernel, XLA's, tokamax's, and dense.
 
     python -m benchmarks.gpu.products                # everything: results and table
     python -m benchmarks.gpu.products --gpu_sizes=4096x4096 --gpu_rows=1,512
@@ -8,6 +8,7 @@ Run it from the root of the repository, with nothing else running on the GPU. Ea
 with several weights in turn, more than fit in the caches, so that they come from memory as in a
 model's layers. Without a GPU that supports the kernel it measures nothing, and exits with status 1.
 With JAX's compilation cache, `--gpu_compilers=14` lets so many processes compile all programs first.
+`tokamax.ragged_dot` is timed if tokamax is installed, with the formats that Qwix's `QArray` has too.
 """
 
 import datetime
@@ -34,6 +35,12 @@ from benchmarks import result_files
 from benchmarks import tables as markdown
 from haiku_implicit.quantized.gpu import pallas
 
+try:
+    import qwix
+    import tokamax
+except ImportError:
+    tokamax = None
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_products.json"
 DOCUMENTS = (ROOT / "benchmarks" / "results" / "quantized_matmul.md",)
@@ -46,6 +53,9 @@ WEIGHTS = (
     ("nf4", 64),
     ("fp8_e4m3", None),
 )
+
+# Their names in Qwix.
+IN_QWIX = dict(int8="int8", int4="int4", fp8_e4m3="float8_e4m3fn")
 
 SIZES = flags.DEFINE_list("gpu_sizes", ["4096x4096", "4096x14336"], "Weights [inputs x outputs].")
 ROWS = flags.DEFINE_list(
@@ -112,15 +122,15 @@ def compile_part(part: int) -> None:
     """Compiles every so-many-th case."""
     for size, name, group, m in cases()[part :: COMPILERS.value]:
         w = jax.ShapeDtypeStruct(size, jnp.bfloat16)
-        q = jax.eval_shape(lambda w, n=name, g=group: hki.QuantizedMatrix.quantize(w, n, g), w)
         x = jax.ShapeDtypeStruct((m, size[0]), jnp.bfloat16)
-        for name in FORMULATIONS:
-            compiled(name, w if name == "dense" else q, x)
+        for formulation, of in jax.eval_shape(lambda w, n=name, g=group: forms(w, n, g), w).items():
+            compiled(formulation, of, x)
 
 
 def environment() -> Results:
     """Returns the hardware and versions that the times depend on."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    others = () if tokamax is None else ("tokamax", "qwix")
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", *others)}
     versions["haiku-implicit"] = hki.__version__
     device = jax.devices()[0].device_kind
     return dict(date=datetime.date.today().isoformat(), device=device, versions=versions)
@@ -136,23 +146,36 @@ def copy_bandwidth(size: int = 1 << 30) -> float:
 def measure_case(size: Size, name: str, group: int | None, m: int) -> Results:
     """Returns the times of one weight with `m` rows of activations."""
     x = jax.random.normal(jax.random.key(1), (m, size[0]), jnp.bfloat16)
-    w, q = weights(size, name, group)
-    programs = {n: program(n, w if n == "dense" else q, x) for n in FORMULATIONS}
-    found = in_turns(list(programs.values()), TURNS.value)
-    count = number_of_weights(q.nbytes, m)
-    times = {n: [t / count for t in ts] for n, ts in zip(programs, found, strict=True)}
-    got, want = (np.asarray(programs[n]()[0], np.float64) for n in ("kernel", "fusion"))
+    of_forms = weights(size, name, group)
+    programs = {n: program(n, w, x) for n, w in of_forms.items()}
+    found = in_turns([run for run, _ in programs.values()], TURNS.value)
+    times = {
+        n: [t / count for t in ts]
+        for (n, (_, count)), ts in zip(programs.items(), found, strict=True)
+    }
+    got, want = (np.asarray(programs[n][0]()[0], np.float64) for n in ("kernel", "fusion"))
     error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
     print(f"{size} {name} {group} {m}: {_ratio(times, 'kernel'):.2f}, error {error:.1e}")
-    about = dict(size=size, format=name, group=group, rows=m, bytes=q.nbytes, error=error)
+    nbytes = of_forms["kernel"].nbytes
+    about = dict(size=size, format=name, group=group, rows=m, bytes=nbytes, error=error)
     return about | dict(times=times)
 
 
 @functools.lru_cache(maxsize=2)
-def weights(size: Size, name: str, group: int | None) -> tuple[jax.Array, hki.QuantizedMatrix]:
-    """Returns a dense weight and the quantized one."""
-    w = jax.random.normal(jax.random.key(0), size, jnp.bfloat16)
-    return w, hki.QuantizedMatrix.quantize(w, name, group)
+def weights(size: Size, name: str, group: int | None) -> dict[str, Any]:
+    """Returns a random weight as each formulation takes it."""
+    return forms(jax.random.normal(jax.random.key(0), size, jnp.bfloat16), name, group)
+
+
+def forms(w: jax.Array, name: str, group: int | None) -> dict[str, Any]:
+    """Returns a weight as each formulation takes it: dense, quantized, or as a `QArray` `[1, ...]`."""
+    q = hki.QuantizedMatrix.quantize(w, name, group)
+    found = dict(dense=w, kernel=q, blocks=q, fusion=q)
+    if tokamax is None or name not in IN_QWIX:
+        return found
+    tiles = {} if group is None else {0: group}
+    of_qwix = qwix.quantize(w, IN_QWIX[name], channelwise_axes=[1], tiled_axes=tiles)
+    return found | dict(tokamax=jax.tree.map(lambda a: a[None], of_qwix))
 
 
 def number_of_weights(nbytes: int, m: int) -> int:
@@ -165,20 +188,28 @@ FORMULATIONS: dict[str, Callable[..., jax.Array]] = dict(
     kernel=hki.use_implicit_args(lambda x, q: x @ q),
     blocks=hki.use_implicit_args(lambda x, q: x @ q),
     fusion=lambda x, q: x @ hki.materialize(q),
+    tokamax=lambda x, q: tokamax.ragged_dot(x, q, jnp.full(1, x.shape[0], jnp.int32)),
 )
 
 
-def program(name: str, w: Any, x: jax.Array) -> Callable[[], Any]:
-    """Returns one program with a product for each of several copies of a weight."""
+def program(name: str, w: Any, x: jax.Array) -> tuple[Callable[[], Any], int]:
+    """Returns a program with a product for each of several copies of a weight, and their number."""
     run, count = compiled(name, w, x)
     zeros = [jnp.zeros((), leaf.dtype) for leaf in jax.tree.leaves(w)]
     leaves = jax.tree.leaves(w)
     copies = [[a + zero for a, zero in zip(leaves, zeros, strict=True)] for _ in range(count)]
-    return lambda: run(x, copies)
+    return lambda: run(x, copies), count
 
 
 def compiled(name: str, w: Any, x: Any) -> tuple[Callable[..., Any], int]:
     """Compiles a formulation, and returns it with the number of weights; for arrays or their shapes."""
+    with mock.patch.object(pallas, "available", lambda: name == "kernel" and pallas.supported()):
+        run, count = traced(name, w, x)
+        return run.lower().compile(), count
+
+
+def traced(name: str, w: Any, x: Any) -> tuple[jax.stages.Traced, int]:
+    """Traces a formulation, and returns it with the number of weights."""
     # Leaves, not implicit arrays: passing these is not part of a product.
     leaves, treedef = jax.tree.flatten(w)
     count = number_of_weights(
@@ -191,8 +222,7 @@ def compiled(name: str, w: Any, x: Any) -> tuple[Callable[..., Any], int]:
 
     abstract = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
     of_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    with mock.patch.object(pallas, "available", lambda: name == "kernel" and pallas.supported()):
-        return jax.jit(run).lower(of_x, [abstract] * count).compile(), count
+    return jax.jit(run).trace(of_x, [abstract] * count), count
 
 
 def in_turns(functions: Sequence[Callable[[], Any]], turns: int) -> list[list[float]]:
@@ -215,20 +245,28 @@ def tables(results: Results) -> dict[str, str]:
     """Returns Markdown tables by their names in `benchmarks/results/quantized_matmul.md`."""
     about = results["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    header = ["weight", "size", "rows", "dense, µs", "kernel", "XLA, in blocks", "XLA, fused"]
+    measured = [
+        "dense, µs",
+        "kernel",
+        "XLA, in blocks",
+        "XLA, fused",
+        "tokamax",
+        "share of bandwidth",
+    ]
     text = (
         f"Measured on {about['date']}: {about['device']}; {versions}. {results['turns']} turns. "
         f"A copy runs at {results['bandwidth'] / 1e9:.0f} GB/s. How many times as fast as dense "
         "bfloat16, and the share of the copy's bandwidth that quantized bytes are read at:\n\n"
     )
     lines = [_line(case, results["bandwidth"]) for case in results["cases"]]
-    return dict(gpu=text + markdown.table([*header, "share of bandwidth"], lines))
+    return dict(gpu=text + markdown.table(["weight", "size", "rows", *measured], lines))
 
 
 def _line(case: Results, bandwidth: float) -> list[str]:
     group = "per channel" if case["group"] is None else f"groups of {case['group']}"
     times = case["times"]
-    ratios = [f"{_ratio(times, name):.2f}" for name in ("kernel", "blocks", "fusion")]
+    others = ("kernel", "blocks", "fusion", "tokamax")
+    ratios = [f"{_ratio(times, name):.2f}" if name in times else "" for name in others]
     dense, kernel = (statistics.median(times[name]) for name in ("dense", "kernel"))
     share = f"{case['bytes'] / kernel / bandwidth:.2f}"
     size = " × ".join(map(str, case["size"]))

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Checks and measures everything that is for GPUs, in ten minutes: `bash benchmarks/gpu/run.sh OUTPUT [WHEELS]`.
 # For a machine with an NVIDIA GPU and JAX for CUDA, which needs no network: WHEELS is a folder with
-# the wheels that it lacks. STAGES="kernel steps" runs only these, LIMIT=60 stops each after so many
-# seconds. OUTPUT gets the logs and results.
+# the wheels that it lacks, and with those of tokamax if it is to be compared. STAGES="kernel steps" runs
+# only these, LIMIT=60 stops each after so many seconds. OUTPUT gets the logs and results.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 output=${1:-gpu_results}

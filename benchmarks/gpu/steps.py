@@ -1,6 +1,7 @@
 """Times training steps of a Llama on a GPU: all weights, LoRA, and LoRA on quantized weights.
 
     python -m benchmarks.gpu.steps --steps_output=steps.json
+    python -m benchmarks.gpu.steps --steps_output=steps.json --steps_report_only  # the table
 
 LoRA's rank is 16, on all matrices but the embedding; the model's own loop trains it with `hki.freeze`.
 """
@@ -23,6 +24,7 @@ from absl import app, flags
 
 import haiku_implicit as hki
 from benchmarks import result_files
+from benchmarks import tables as markdown
 from benchmarks.gpu import products
 from examples.models import llama
 
@@ -30,6 +32,7 @@ OUTPUT = flags.DEFINE_string("steps_output", "gpu_steps.json", "The results' fil
 LAYERS = flags.DEFINE_integer("steps_layers", 12, "Layers of the model.", 1)
 WIDTH = flags.DEFINE_integer("steps_width", 2048, "Width of the model, a multiple of 128.", 128)
 BATCH = flags.DEFINE_list("steps_batch", ["8x512", "1x512"], "Batches, [sequences x tokens].")
+REPORT_ONLY = flags.DEFINE_bool("steps_report_only", False, "Only the table, from the results.")
 METHOD = flags.DEFINE_string("steps_method", None, "The only method that runs.")
 COMPILE = flags.DEFINE_bool("steps_compile", True, "Compile all methods together first.")
 NUMBER = flags.DEFINE_integer("steps_number", 10, "Steps that are timed.", 0)
@@ -40,6 +43,15 @@ Step = Callable[..., Any]
 
 def main(argv: Sequence[str]) -> None:
     del argv
+    path = pathlib.Path(OUTPUT.value)
+    if not REPORT_ONLY.value:
+        measure_all(path)
+    if METHOD.value is None:
+        markdown.replace(products.DOCUMENTS, {"gpu steps": table(json.loads(path.read_text()))})
+
+
+def measure_all(path: pathlib.Path) -> None:
+    """Measures all steps; writes the results if no method is chosen."""
     compile_beforehand()
     cases = []
     for batch in BATCH.value:
@@ -48,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
             print(json.dumps(cases[-1]), flush=True)
     if METHOD.value is None:
         about = dict(environment=products.environment(), layers=LAYERS.value, width=WIDTH.value)
-        result_files.write(about | dict(rank=RANK, cases=cases), pathlib.Path(OUTPUT.value))
+        result_files.write(about | dict(rank=RANK, cases=cases), path)
 
 
 def compile_beforehand() -> None:
@@ -68,9 +80,9 @@ def measure(name: str, batch: str) -> dict[str, Any]:
     optimizer = optax.adam(1e-4)
     state = optimizer.init(params)
     start = time.perf_counter()
-    traced = jax.jit(step_of(model, optimizer), donate_argnums=(0, 1)).trace(params, state, tokens)
+    step = traced(model, optimizer, params, state, tokens)
     traced_at = time.perf_counter()
-    compiled = traced.lower().compile()
+    compiled = step.lower().compile()
     memory = compiled.memory_analysis()
     params, state, loss = compiled(params, state, tokens)
     first = float(loss)
@@ -90,6 +102,13 @@ def measure(name: str, batch: str) -> dict[str, Any]:
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
     )
+
+
+def traced(
+    model: Any, optimizer: optax.GradientTransformation, *arguments: Any
+) -> jax.stages.Traced:
+    """Traces a step for these parameters, state and tokens."""
+    return jax.jit(step_of(model, optimizer), donate_argnums=(0, 1)).trace(*arguments)
 
 
 def step_of(model: Any, optimizer: optax.GradientTransformation) -> Step:
@@ -145,6 +164,38 @@ METHODS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "LoRA on int4, groups of 128": lambda: frozen(quantized("int4", 128)),
     "LoRA on nf4, groups of 64": lambda: frozen(quantized("nf4", 64)),
 }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Returns the Markdown table, with times relative to a step of all weights."""
+    about = results["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    text = (
+        f"Measured on {about['date']}: {about['device']}; {versions}. Steps of a Llama with "
+        f"{results['layers']} layers of width {results['width']}, LoRA of rank {results['rank']}:\n\n"
+    )
+    cases = results["cases"]
+    dense = {case["batch"]: case["time"] for case in cases if case["method"] == "all weights"}
+    lines = [
+        [
+            case["batch"],
+            case["method"],
+            f"{case['time'] * 1e3:.1f}",
+            f"{case['time'] / dense[case['batch']]:.2f}",
+            *(f"{case[name] / 1e9:.2f}" for name in ("weights", "arguments", "temporaries")),
+        ]
+        for case in cases
+    ]
+    header = [
+        "batch",
+        "trained",
+        "ms",
+        "of all weights'",
+        "weights, GB",
+        "arguments",
+        "temporaries",
+    ]
+    return text + markdown.table(header, lines)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """The GPU benchmarks: what they do without a GPU, and that their programs and tables are right."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -12,6 +16,9 @@ import haiku_implicit as hki
 from benchmarks import tables
 from benchmarks.gpu import products as benchmark
 from benchmarks.gpu import steps, tune
+from tests.cuda import lowered_for_cuda
+
+KERNEL = "__gpu$xla.gpu.triton"
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +60,108 @@ def test_results_and_table(tmp_path, monkeypatch):
     assert lines[0] == "before" and lines[-1] == "after"
 
 
+def test_a_time_is_that_of_one_product(monkeypatch):
+    """Of large weights there are fewer copies, and tokamax is asked if it is there."""
+    monkeypatch.setattr(benchmark, "number_of_weights", lambda nbytes, m: 2 if nbytes > 2000 else 3)
+    monkeypatch.setattr(benchmark, "in_turns", lambda runs, turns: [[len(run())] for run in runs])
+    monkeypatch.setattr(benchmark, "tokamax", Tokamax)
+    monkeypatch.setattr(benchmark, "qwix", Qwix, raising=False)
+    benchmark.weights.cache_clear()
+    found = benchmark.measure_case((64, 16), "int4", 32, 3)
+    benchmark.weights.cache_clear()
+    assert found["times"] == dict.fromkeys(benchmark.FORMULATIONS, [1.0])
+    assert set(Tokamax.rows) == {3}
+    header, *_, line = benchmark.tables(
+        dict(environment=dict(date="", device="", versions={}), turns=1, bandwidth=1, cases=[found])
+    )["gpu"].splitlines()[-3:]
+    assert len(header.split("|")) == len(line.split("|"))
+
+
+class Qwix:
+    """Gives a weight as it is, for what `qwix.quantize` would give."""
+
+    @staticmethod
+    def quantize(w, qtype, channelwise_axes, tiled_axes):
+        assert (qtype, channelwise_axes, tiled_axes) == ("int4", [1], {0: 32})
+        return w
+
+
+class Tokamax:
+    """Multiplies as `tokamax.ragged_dot` does, for one group."""
+
+    rows: list[int] = []
+
+    @classmethod
+    def ragged_dot(cls, x, w, sizes):
+        assert sizes.shape == (1,)
+        cls.rows.append(x.shape[0])
+        return x @ w[0]
+
+
 def test_the_document_has_its_place(tmp_path):
     copy = tmp_path / "document.md"
     (page,) = benchmark.DOCUMENTS
     copy.write_text(page.read_text())
-    tables.replace([copy], {"gpu": "a table"})
-    assert "a table" in copy.read_text()
+    tables.replace([copy], {"gpu": "a table", "gpu steps": "another"})
+    assert "a table" in copy.read_text() and "another" in copy.read_text()
+
+
+def test_the_table_of_steps(tmp_path, monkeypatch):
+    document, output = tmp_path / "document.md", tmp_path / "steps.json"
+    document.write_text("<!-- gpu steps -->\n<!-- end -->\n")
+    monkeypatch.setattr(benchmark, "DOCUMENTS", (document,))
+    sizes = dict(weights=2e9, arguments=3e9, temporaries=4e9)
+    times = {"all weights": 0.2, "LoRA": 0.15}
+    cases = [dict(batch="8x512", method=name, time=times[name], **sizes) for name in times]
+    about = dict(environment=benchmark.environment(), layers=12, width=2048, rank=16)
+    output.write_text(json.dumps(about | dict(cases=cases)))
+    with flagsaver.flagsaver(steps_output=str(output), steps_report_only=True):
+        steps.main(["steps"])
+    assert "| 8x512 | LoRA | 150.0 | 0.75 | 2.00 | 3.00 | 4.00 |" in document.read_text()
+
+
+@pytest.mark.slow
+def test_products_for_a_gpu(monkeypatch):
+    """XLA takes every program that is timed there, and the kernel is in those that say so."""
+    monkeypatch.setattr(benchmark, "number_of_weights", lambda *_: 1)
+    monkeypatch.setattr(benchmark.pallas, "capability", lambda: 9.0)
+    with flagsaver.flagsaver(gpu_sizes=["4096x14336"]):
+        cases = benchmark.cases()
+    for size, weight, group, m in cases:
+        w = jax.ShapeDtypeStruct(size, jnp.bfloat16)
+        forms = jax.eval_shape(lambda w, n=weight, g=group: benchmark.forms(w, n, g), w)
+        x = jax.ShapeDtypeStruct((m, size[0]), jnp.bfloat16)
+        for name, form in forms.items():
+            kernel = name == "kernel"
+            monkeypatch.setattr(benchmark.pallas, "available", lambda kernel=kernel: kernel)
+            text = lowered_for_cuda(benchmark.traced(name, form, x)[0])
+            assert (KERNEL in text) == (kernel and m <= 128)
+
+
+@pytest.mark.slow
+@pytest.mark.all_slow
+@pytest.mark.parametrize("method", steps.METHODS)
+def test_steps_for_a_gpu(method, monkeypatch):
+    monkeypatch.setattr(benchmark.pallas, "capability", lambda: 9.0)
+    monkeypatch.setattr(benchmark.pallas, "available", lambda: True)
+    optimizer, tokens = optax.adam(1e-4), jnp.zeros((1, 16), int)
+    with flagsaver.flagsaver(steps_layers=1, steps_width=128):
+        model, params = steps.METHODS[method]()
+        step = steps.traced(model, optimizer, params, optimizer.init(params), tokens)
+    assert (KERNEL in lowered_for_cuda(step)) == ("LoRA on" in method)
+
+
+@pytest.mark.slow
+def test_the_script_without_a_gpu(tmp_path):
+    """It runs a stage, keeps its log, and says that nothing was measured."""
+    script, output = benchmark.ROOT / "benchmarks" / "gpu" / "run.sh", tmp_path / "results"
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # of python3
+    environment = os.environ | dict(PATH=path, JAX_PLATFORMS="cpu", STAGES="products", LIMIT="100")
+    run = subprocess.run(
+        ["bash", script, output], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "products: exit status 1\n" in run.stdout and "=== done" in run.stdout
+    assert "no GPU here" in (output / "products.log").read_text()
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The GPU kernel against NumPy in float64: on a GPU, or in JAX's interpreter; and lowered for GPUs."""
 
-import contextlib
 import functools
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from haiku_implicit.quantized.cpu import native
 from haiku_implicit.quantized.gpu import pallas, tiles
 from haiku_implicit.quantized.numbers import formats
 from tests import random_arrays
+from tests.cuda import lowered_for_cuda
 from tests.tiers import few
 
 FORMATS = sorted(name for name, fmt in formats.FORMATS.items() if len(fmt.planes) == 1)
@@ -169,19 +169,8 @@ def test_transformations(axis, kernel):
 
 
 def lowered(f, *args):
-    """The program for a GPU, which need not be there. From JAX 0.12 on its kind has to be named."""
-    context = contextlib.nullcontext()
-    if hasattr(jax.sharding, "AbstractDevice"):
-        device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
-        mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-        context = jax.sharding.use_abstract_mesh(mesh)
-    with context:
-        return (
-            jax.jit(lambda *args: f(*args))
-            .trace(*args)
-            .lower(lowering_platforms=("cuda",))
-            .as_text()
-        )
+    """The program for a GPU."""
+    return lowered_for_cuda(jax.jit(lambda *args: f(*args)).trace(*args))
 
 
 TARGET = "__gpu$xla.gpu.triton"
