@@ -27,6 +27,12 @@ UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].default
 # Makes a reference to a copy of an array; None if `checkpoint` can't close over one (before JAX 0.9).
 new_ref: Any = jax.new_ref if jax.__version_info__ >= (0, 9) else None
 
+# The class of types that are not arrays (hijax); None before JAX 0.9.
+try:
+    from jax.experimental.hijax import HiType
+except ImportError:  # pragma: no cover
+    HiType: Any = None  # type: ignore[no-redef]
+
 # Whether a rule for XLA's partitioner can name the axes that are summed over (not in JAX 0.7.0).
 PARTITIONING_RULES = "reduction_factors" in inspect.signature(SdyShardingRule).parameters
 
@@ -235,6 +241,23 @@ def vary_over(x: Array, axes: Iterable[str]) -> Array:
         return jax.lax.pcast(x, axes, to="varying")
     pvary: Any = getattr(jax.lax, "pvary", None)
     return pvary(x, axes)
+
+
+def hi_type(x: Any) -> Any:
+    """The type of a value of hijax (not an array), or of such a type itself; None for anything else."""
+    if HiType is None:
+        return None
+    if isinstance(x, HiType):
+        return x
+    if isinstance(
+        x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float | complex
+    ):
+        return None
+    try:
+        about = jax.typeof(x)
+    except TypeError:
+        return None
+    return about if isinstance(about, HiType) else None
 
 
 def varying(x: Any) -> frozenset[str]:

@@ -49,6 +49,8 @@ class LiteralNumber:
 def as_literal(x: Array) -> LiteralNumber | None:
     if is_implicit(x) or isinstance(x, jax.Array | jax.ShapeDtypeStruct) or np.ndim(x):
         return None  # NumPy arrays with axes are data: they may be large, and are not compared
+    if compat.hi_type(x) is not None:
+        return None
     dtype = np.dtype(getattr(x, "dtype", jnp.result_type(x)))
     # Bare Python numbers (JAX's own subclasses of them included) are weakly typed.
     bare = isinstance(x, int | float | complex) and not isinstance(x, np.generic)

@@ -1,6 +1,7 @@
 """Structures of values, and the common structure of several values.
 
-The structure of a value is the value with `jax.ShapeDtypeStruct` for its leaves. A loop's carry and the
+The structure of a value is the value with `jax.ShapeDtypeStruct` for its leaves, and with the type of a
+leaf that is a value of hijax. A loop's carry and the
 result of a `cond` need a common structure for several values. It is the one with the most implicit
 arrays that all of them reach by materializing others. At worst it is the dense array.
 """
@@ -23,7 +24,10 @@ from haiku_implicit.core.typing import Array
 def structure(x: Array) -> Array:
     """Returns the structure of a value."""
 
-    def of_leaf(y: Array) -> jax.ShapeDtypeStruct:
+    def of_leaf(y: Array) -> Any:
+        about = compat.hi_type(y)
+        if about is not None:
+            return about
         sharding = compat.explicit_sharding(y)
         return compat.struct(np.shape(y), jnp.result_type(y), like=[y], sharding=sharding)
 
@@ -119,6 +123,8 @@ def coerce(x: Array, target: Any, name: str, reason: str = "") -> Array:
 
 def _like(x: Array, target: Any) -> jax.Array:
     """Returns a dense value with the dtype and the sharding of a struct."""
+    if compat.hi_type(target) is not None:
+        return x
     x = in_type(jnp.asarray(x, target.dtype), target.sharding)
     return compat.vary_like(x, [target])
 
@@ -135,7 +141,7 @@ class Coerce:
     def __init__(self, targets: Sequence[Array], name: str, reason: str = "", meet: bool = False):
         self.targets, self.name, self.reason, self.meet = list(targets), name, reason, meet
         leaves, treedef = jax.tree_util.tree_flatten(self.targets)
-        avals = ((x.shape, x.dtype, compat.varying(x)) for x in leaves)
+        avals = (compat.hi_type(x) or (x.shape, x.dtype, compat.varying(x)) for x in leaves)
         self.key = (treedef, tuple(avals), name, reason, meet)
 
     def __call__(self, values: Sequence[Array]) -> list[Array]:
@@ -178,5 +184,8 @@ def free_summand(x: Array) -> int | None:
 
 
 def same_dense(a: Array, b: Array) -> bool:
-    """Whether two dense values agree in shape and dtype."""
+    """Whether two dense values agree in shape and dtype, or in their type if it is one of hijax."""
+    types = compat.hi_type(a), compat.hi_type(b)
+    if types != (None, None):
+        return types[0] == types[1]
     return bool(np.shape(a) == np.shape(b) and jnp.result_type(a) == jnp.result_type(b))

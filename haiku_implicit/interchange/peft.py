@@ -9,12 +9,13 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.adapters.trained_rows import TrainedRows
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays import lora_init
 from haiku_implicit.arrays.adapter import Adapter, kinds
@@ -44,6 +45,7 @@ from haiku_implicit.params.trees.selection import describe, errors_name
 TENSORS = "adapter_model.safetensors"
 _LINEAR = "lora_A", "lora_B"
 _EMBEDDING = "lora_embedding_A", "lora_embedding_B"
+_MODEL = "base_model.model."
 _LOOK_UP = (
     "PEFT adapts the look-up alone, unless its configuration says ensure_weight_tying. If the Haiku "
     "model also multiplies by this parameter (tied embeddings), here the adapter changes both"
@@ -54,7 +56,7 @@ Modules = Mapping[str, str] | Callable[[str], str]
 
 
 def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Params = None) -> AdapterParts:
-    """Reads a LoRA or DoRA adapter that PEFT saved.
+    """Reads a LoRA or DoRA adapter that PEFT saved, and what was trained beside it.
 
     Args:
       folder: the folder with `adapter_config.json` and `adapter_model.safetensors`.
@@ -62,17 +64,21 @@ def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Params = No
         of the Haiku model's parameter, such as
         `{'model.layers.0.self_attn.q_proj': 'llama/layer_0/attention/q_proj/w'}`. `load_peft`
         transposes weights from PyTorch's `[outputs, inputs]` to Haiku's `[inputs, outputs]`. A `Place`
-        with a shape is for weights `[inputs, heads, width]`, None leaves a module out.
+        with a shape is for weights `[inputs, heads, width]`, None leaves a module out. Of a module that
+        was trained as a whole (`modules_to_save`) the weight has the name of the module; a bias, and
+        any other tensor, has its own: `{'head': 'head/w', 'head.bias': 'head/b'}`.
       base: dense parameters of the model, for an adapter whose `init_lora_weights` is 'pissa' or
         'olora'. PEFT subtracts the initial factors from the base each time it loads such an adapter.
         `load_peft` computes them from `base` and includes them in the adapter, which then has twice the
         rank and is for the unchanged `base`. Other adapters do not need it.
 
     Returns:
-      The adapter, for `set_adapter`. PEFT's files do not identify the values of their base, so
-      `set_adapter` does not check it (except against `base`, if that was needed). If the Haiku model
-      uses a parameter twice (tied embeddings), the adapter acts on both uses, but PEFT adapts only the
-      look-up or the product, unless `ensure_weight_tying` is set: a warning says so.
+      The adapter, for `set_adapter`. Biases and whole modules are its `dense` parameters, and trained
+      rows of an embedding (`trainable_token_indices`) are `TrainedRows`. PEFT's files do not identify
+      the values of their base, so `set_adapter` does not check it (except against `base`, if that was
+      needed). If the Haiku model uses a parameter twice (tied embeddings), the adapter acts on both
+      uses, but PEFT adapts only the look-up or the product, unless `ensure_weight_tying` is set: a
+      warning says so.
 
     Raises:
       ValueError: for another kind of adapter; a key of the configuration that is unknown, or that
@@ -87,13 +93,14 @@ def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Params = No
     init, file = peft_config.init_from_base(config), str(folder / TENSORS)
     kind = next((kind for flag, kind in _kinds().items() if config.get(flag)), LoRA)
     parameters = None if base is None else {p.path: p.value for p in trees.parameters_of(base)}
-    weights, bases = {}, {}
-    for module, tensors in _tensors_of(file, config).items():
+    bases = {}
+    found = _tensors_of(file, config)
+    weights, dense = _trained_rows(file, config, found, names), _dense(file, found, names)
+    for module, tensors in found.factors.items():
         where, place = f"{file}: {module}", place_of(names, module, file)
         if place is None:
             continue
-        if place.path in weights:
-            raise ValueError(f"names: two modules are {place.path!r}, the second one is {module!r}")
+        _check_one(place, module, {**weights, **dense})
         a, b = _factors_of(where, tensors, kind)
         decomposed = init is not None and _LINEAR[0] in tensors
         scale = _scale_of(where, config, module, (a, b), decomposed)
@@ -104,7 +111,7 @@ def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Params = No
             bases[place.path] = digest(w)
         weight = _weight_of(where, tensors, kind, a, b, scale)
         weights[place.path] = _at_place(where, weight, place)
-    return AdapterParts(weights, bases=tuple(bases.items()))
+    return AdapterParts(weights, dense, tuple(bases.items()))
 
 
 def save_peft(
@@ -152,7 +159,7 @@ def save_peft(
         if isinstance(weight, RestLoRA):
             weight = _for_the_weight_as_it_was(path, weight, adapter, initial)
         own = _tensors_for(path, weight)
-        tensors |= {f"base_model.model.{module}.{name}": x for name, x in own.items()}
+        tensors |= {f"{_MODEL}{module}.{name}": x for name, x in own.items()}
         ranks[module] = int(weight.a.shape[-1])
         alphas[module] = ranks[module] if weight.alpha is None else float(weight.alpha)
     found = {matrix_of(value).peft_flag for value in adapter.weights.values()}
@@ -182,9 +189,24 @@ def _check_folder(folder: pathlib.Path) -> None:
         raise CheckpointError(f"{folder}: {TENSORS} is not there{hint}")
 
 
-def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Array]]:
-    """The tensors of each module, by their names in it."""
-    parts: dict[str, dict[str, Array]] = {}
+class _Tensors(NamedTuple):
+    """The tensors of a file.
+
+    Attributes:
+      factors: those of an adapter, by module and by their names in it.
+      rows: the trained rows of embeddings, by module.
+      whole: tensors of the model itself, by their names in the model.
+    """
+
+    factors: dict[str, dict[str, Array]]
+    rows: dict[str, Array]
+    whole: dict[str, Array]
+
+
+def _tensors_of(file: str, config: Config) -> _Tensors:
+    """Sorts the tensors of a file."""
+    tensors = _Tensors({}, {}, {})
+    parts = tensors.factors
     tree, unused = load(file), peft_config.training_tensors(config)
     extra = [name for kind in _kinds().values() for name in kind.peft_tensors.values()]
     names = re.compile(
@@ -197,6 +219,8 @@ def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Array]]:
         if unused.fullmatch(str(key)):
             continue
         found = names.fullmatch(str(key))
+        if found is None and _beside(tensors, str(key), tensor, config):
+            continue
         if found is None or not isinstance(tensor, jax.Array | np.ndarray):
             raise CheckpointError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
         module, part = found["module"], found["part"]
@@ -210,9 +234,63 @@ def _tensors_of(file: str, config: Config) -> dict[str, dict[str, Array]]:
         parts[module][part] = tensor
         if part == _EMBEDDING[0] and not config.get("ensure_weight_tying"):
             warn_caller(f"{file}: {module}: {_LOOK_UP}")
-    if not parts:
+    if not any(tensors):
         raise ValueError(f"{file}: there is no adapter in it")
-    return parts
+    return tensors
+
+
+def _beside(tensors: _Tensors, key: str, tensor: Any, config: Config) -> bool:
+    """Takes a tensor that was trained beside the factors; returns whether it is one."""
+    name = key.removeprefix(_MODEL)
+    if name == key or not isinstance(tensor, jax.Array | np.ndarray):
+        return False
+    module, _, rows = name.partition(".token_adapter.")
+    if rows == "trainable_tokens_delta" and peft_config.tokens_of(config, module):
+        tensors.rows[module] = tensor
+        return True
+    name = name.replace(".base_layer.bias", ".bias")
+    if not peft_config.trained_whole(config, name):
+        return False
+    tensors.whole[name] = tensor
+    return True
+
+
+def _check_one(place: Place, module: str, taken: Mapping[str, Any]) -> None:
+    if place.path in taken:
+        raise ValueError(f"names: two modules are {place.path!r}, the second one is {module!r}")
+
+
+def _trained_rows(file: str, config: Config, found: _Tensors, names: Names) -> dict[str, Array]:
+    """The embeddings of which PEFT trained rows; they replace those of the base."""
+    new: dict[str, Array] = {}
+    for module, rows in found.rows.items():
+        place, ids = place_of(names, module, file), peft_config.tokens_of(config, module)
+        if place is None:
+            continue
+        _check_one(place, module, new)
+        if rows.ndim != 2 or len(rows) != len(ids):
+            raise ValueError(
+                f"{file}: {module}: trainable_token_indices has {len(ids)} indices, and the rows are "
+                f"{list(rows.shape)}"
+            )
+        new[place.path] = TrainedRows(None, jnp.asarray(rows), jnp.asarray(ids, jnp.int32))
+    return new
+
+
+def _dense(file: str, found: _Tensors, names: Names) -> dict[str, Array]:
+    """The biases and the tensors of whole modules that PEFT trained, as they are in the Haiku model."""
+    new: dict[str, Array] = {}
+    for name, x in found.whole.items():
+        place = place_of(names, name.removesuffix(".weight"), file)
+        if place is None:
+            continue
+        _check_one(place, name, new)
+        if place.path.endswith("/embeddings"):
+            warn_caller(f"{file}: {name}: {_LOOK_UP}")
+        with errors_name(f"{file}: {name}", x):
+            moved = jnp.transpose(x, place.axes_for(x.ndim))
+            new[place.path] = moved if place.shape is None else moved.reshape(place.shape)
+    return new
 
 
 def _kinds() -> dict[str, type[Adapter]]:

@@ -52,6 +52,7 @@ KEYS: dict[str, Key] = {
     **dict.fromkeys(("use_rslora", "use_dora", "init_lora_weights", "fan_in_fan_out"), _READ),
     **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform"), _READ),
     **dict.fromkeys(("layers_pattern", "ensure_weight_tying"), _READ),
+    **dict.fromkeys(("bias", "modules_to_save", "trainable_token_indices"), _READ),
     # Names and versions.
     **dict.fromkeys(("task_type", "auto_mapping", "peft_version"), _UNUSED),
     **dict.fromkeys(("base_model_name_or_path", "revision"), _UNUSED),
@@ -64,10 +65,7 @@ KEYS: dict[str, Key] = {
     # Options of a key that is refused.
     **dict.fromkeys(("qalora_group_size", "megatron_core"), _UNUSED),
     # More than two factors of a matrix.
-    "bias": _refused(f"PEFT trained biases too, with 'all' or 'lora_only'. {_MERGE}", "none"),
     "lora_bias": _refused(f"The corrections have biases. {_MERGE}"),
-    "modules_to_save": _refused(f"Whole modules were trained beside the adapter. {_MERGE}"),
-    "trainable_token_indices": _refused(f"Rows of an embedding were trained. {_MERGE}"),
     "kasa_config": _refused(f"PEFT changes the base, and the correction has a diagonal. {_MERGE}"),
     "use_bdlora": _refused(f"The factors are block-diagonal. {_MERGE}"),
     "target_parameters": _refused(f"The factors of stacked weights lie side by side. {_MERGE}"),
@@ -127,6 +125,7 @@ def read_config(path: pathlib.Path) -> JsonObject:
             _check_pattern(f"{path}: {name}", rf"(.*\.)?({pattern})$", pattern)
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         _check_names(f"{path}: {name}", config.get(name), name == "layers_pattern")
+    _check_parts(path, config)
     layers = config.get("layers_to_transform")
     whole = all(
         type(x) is int or x is None for x in (layers if isinstance(layers, list) else [layers])
@@ -158,6 +157,25 @@ def rank_and_alpha(config: Config, module: str) -> tuple[float, float]:
         return next(found, patterns.get(module, default))
 
     return own("rank_pattern", config["r"]), own("alpha_pattern", config["lora_alpha"])
+
+
+def trained_whole(config: Config, name: str) -> bool:
+    """Whether PEFT trained a tensor of the model itself, by `bias` or `modules_to_save`."""
+    module, _, part = name.rpartition(".")
+    if part == "bias" and config.get("bias") in ("all", "lora_only"):
+        return True
+    steps = module.split(".")
+    above = [".".join(steps[: i + 1]) for i in range(len(steps))]
+    saved = config.get("modules_to_save") or ()
+    return any(path.endswith(own) for path in above for own in saved)  # as PEFT does
+
+
+def tokens_of(config: Config, module: str) -> list[int]:
+    """The trained rows of an embedding; empty if PEFT trained none."""
+    given = config.get("trainable_token_indices") or []
+    if isinstance(given, list):
+        return given
+    return next((ids for name, ids in given.items() if _names([name], module)), [])
 
 
 def left_out_by(config: Config, module: str) -> str | None:
@@ -213,6 +231,23 @@ def _check_key(path: pathlib.Path, name: str, value: Any) -> None:
         raise ValueError(
             f"{path}: {name}: {brief(value)} {verb} not read; {neutral} is. {key.instead}"
         )
+
+
+def _check_parts(path: pathlib.Path, config: Config) -> None:
+    """Checks the keys of tensors that PEFT trained beside the factors."""
+    bias = config.get("bias") or "none"
+    known = bias in ("none", "all", "lora_only")
+    expect(known, f"{path}: bias", "'none', 'all' or 'lora_only'", bias)
+    saved = config.get("modules_to_save") or []
+    right = isinstance(saved, list) and all(isinstance(x, str) and x for x in saved)
+    expect(right, f"{path}: modules_to_save", "a list of names", saved)
+    given = config.get("trainable_token_indices") or []
+    lists = list(given.values()) if isinstance(given, dict) else [given]
+    right = all(isinstance(x, list) and all(type(i) is int and i >= 0 for i in x) for x in lists)
+    right = right and all(len(set(x)) == len(x) for x in lists)
+    expect(
+        right, f"{path}: trainable_token_indices", "indices, each once, or lists by names", given
+    )
 
 
 def _check_init(path: pathlib.Path, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Makes peft.npz, peft_adapters.npz, peft_starts.npz and peft_config.json from PEFT.
+"""Makes peft.npz, peft_adapters.npz, peft_parts.npz, peft_starts.npz and peft_config.json from PEFT.
 
 In peft.npz, for tests/adapters/test_peft.py: for each method PEFT puts an adapter with random numbers on a small layer, in float32 on the CPU. The file
 holds the layer's weight, PEFT's own parameters under PEFT's own names, the inputs, the outputs and the
@@ -9,6 +9,9 @@ PEFT's permutations and blocks.
 
 In peft_adapters.npz, for tests/interchange/test_peft.py: a small model, and for each configuration of LoRA
 the files that PEFT saves, and the outputs of a model into which PEFT loads them again.
+
+In peft_parts.npz: the same for a model with biases and a head, and configurations that train more than
+LoRA's factors.
 
 In peft_starts.npz, for tests/adapters/test_lora_init.py: the factors and the rest of a weight as CorDA and
 LoRA-GA begin.
@@ -161,10 +164,23 @@ CONFIGURATIONS = {
 }
 
 
+# Configurations that train more than factors, for a model with biases.
+PARTS = {
+    "all biases": dict(bias="all"),
+    "biases of lora": dict(bias="lora_only"),
+    "biases and dora": dict(bias="all", use_dora=True),
+    "modules": dict(modules_to_save=["head", "norm"]),
+    "embedding": dict(modules_to_save=["embed"]),
+    "block": dict(modules_to_save=["layers.0"], layers_to_transform=1),
+    "tokens": dict(trainable_token_indices=[7, 2]),
+    "tokens by name": dict(trainable_token_indices={"embed": [3]}, modules_to_save=["head"]),
+}
+
+
 class Block(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, bias=False):
         super().__init__()
-        self.up, self.down = torch.nn.Linear(6, 8, bias=False), torch.nn.Linear(8, 6, bias=False)
+        self.up, self.down = torch.nn.Linear(6, 8, bias=bias), torch.nn.Linear(8, 6, bias=bias)
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
@@ -173,11 +189,14 @@ class Block(torch.nn.Module):
 class Blocks(torch.nn.Module):
     """Layers by the names that PEFT's patterns are for: `model.layers.0.up`."""
 
-    def __init__(self):
+    def __init__(self, bias=False):
         super().__init__()
         self.model = torch.nn.Module()
         self.model.embed = torch.nn.Embedding(9, 6)
-        self.model.layers = torch.nn.ModuleList([Block(), Block()])
+        self.model.layers = torch.nn.ModuleList([Block(bias), Block(bias)])
+
+    def get_input_embeddings(self):
+        return self.model.embed
 
     def forward(self, ids):
         x = self.model.embed(ids)
@@ -186,11 +205,22 @@ class Blocks(torch.nn.Module):
         return x
 
 
-def saved_adapter(name, options, base):
+class WithHead(Blocks):
+    """The same with biases, a norm and a head."""
+
+    def __init__(self):
+        super().__init__(bias=True)
+        self.norm, self.head = torch.nn.LayerNorm(6), torch.nn.Linear(6, 5)
+
+    def forward(self, ids):
+        return self.head(self.norm(super().forward(ids)))
+
+
+def saved_adapter(name, options, base, kind=Blocks):
     """The files of one configuration, and the outputs with them."""
 
     def fresh():
-        model = Blocks()
+        model = kind()
         model.load_state_dict(base)
         return model
 
@@ -200,7 +230,7 @@ def saved_adapter(name, options, base):
         initial = pathlib.Path(folder) / "initial"
         model.save_pretrained(initial)
         for key, p in model.named_parameters():
-            if "lora_" in key:
+            if "lora_" in key or (kind is WithHead and p.requires_grad):
                 p.add_(0.3 * torch.randn_like(p))
         convert = dict(path_initial_model_for_weight_conversion=str(initial))
         model.save_pretrained(folder, **(convert if "converted" in name else {}))
@@ -255,6 +285,16 @@ def starts():
     return arrays
 
 
+@torch.no_grad()
+def parts():
+    torch.manual_seed(0)
+    base = WithHead().state_dict()
+    arrays = {f"base/{key}": x.numpy() for key, x in base.items()} | {"ids": IDS.numpy()}
+    for name, options in PARTS.items():
+        arrays |= saved_adapter(name, options, base, WithHead)
+    return arrays
+
+
 def keys():
     config = peft.LoraConfig()
     written = json.loads(json.dumps(config.to_dict(), default=list))
@@ -264,6 +304,7 @@ def keys():
 def main():
     np.savez_compressed(TARGET.with_name("peft_adapters.npz"), **adapters())
     np.savez_compressed(TARGET.with_name("peft_starts.npz"), **starts())
+    np.savez_compressed(TARGET.with_name("peft_parts.npz"), **parts())
     text = json.dumps(keys(), indent=2)
     TARGET.with_name("peft_config.json").write_text(text + "\n", encoding="utf-8")
     torch.manual_seed(0)

@@ -145,12 +145,6 @@ PREFIX = "base_model.model.model.layers.0.q_proj"
 WRONG = {
     "no alpha": (without(CONFIG, "lora_alpha"), {}, "lora_alpha: expected a number, got None"),
     "kind": ({**CONFIG, "peft_type": "VERA"}, {}, "peft_type: expected 'LORA', got 'VERA'"),
-    "bias": ({**CONFIG, "bias": "all"}, {}, "bias: 'all' is not read"),
-    "saved": (
-        {**CONFIG, "modules_to_save": ["head"]},
-        {},
-        "modules_to_save: .'head'. are not read",
-    ),
     "rank": ({**CONFIG, "r": 3}, {}, "q_proj: rank 3 by adapter_config.json, 2 by the tensors"),
     "rank of a decomposition": (
         {**CONFIG, "r": 3, "init_lora_weights": "pissa"},
@@ -331,6 +325,95 @@ def test_a_base_in_more_axes(tmp_path):
     whole = hki.set_adapter(blocks(), hki.load_peft(folder, place, base=blocks()))
     got = hki.materialize(params["layers/1/up"]["w"]).reshape(6, 8)
     np.testing.assert_allclose(got, hki.materialize(whole["layers/1/up"]["w"]), atol=1e-6)
+
+
+# --- what PEFT trains beside the factors ----------------------------------------------------------
+
+
+@functools.cache
+def parts():
+    with np.load(DATA / "peft_parts.npz") as file:
+        return {name: file[name] for name in file}
+
+
+def of_parts(name):
+    start = f"{name}/"
+    return {k.removeprefix(start): x for k, x in parts().items() if k.startswith(start)}
+
+
+PARTS = sorted({k.split("/")[0] for k in parts() if k.endswith("/config")})
+ENDINGS = {"norm": "scale", "norm.bias": "offset", "embed": "embeddings"}
+
+
+def part_place(name):
+    """The place of a module's weight, or of its bias."""
+    module = name.removeprefix("model.").removesuffix(".bias").replace(".", "/")
+    ending = ENDINGS.get(name.removeprefix("model."), "b" if name.endswith(".bias") else "w")
+    return f"{module}/{ending}"
+
+
+def with_head():
+    params = {}
+    for key, x in of_parts("base").items():
+        own, name = part_place(key.removesuffix(".weight")).rsplit("/", 1)
+        params.setdefault(own, {})[name] = jnp.asarray(x.T if name == "w" else x)
+    return params
+
+
+def run_with_head(params):
+    def linear(x, name):
+        return x @ params[name]["w"] + params[name]["b"]
+
+    x = params["embed"]["embeddings"][parts()["ids"]]
+    for i in range(2):
+        x = x + linear(jnp.tanh(linear(x, f"layers/{i}/up")), f"layers/{i}/down")
+    x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return linear(x * params["norm"]["scale"] + params["norm"]["offset"], "head")
+
+
+def written_with_parts(folder, name, **changes):
+    own = of_parts(name)
+    tensors = {k.removeprefix("tensors/"): x for k, x in own.items() if k.startswith("tensors/")}
+    return write(folder, json.loads(str(own["config"])) | changes, tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*PEFT adapts the look-up alone")
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_beside_the_factors_are_those_of_peft(tmp_path, name):
+    adapter = hki.load_peft(written_with_parts(tmp_path, name), part_place)
+    params = hki.set_adapter(with_head(), adapter)
+    want = parts()[f"{name}/out"]
+    assert np.abs(run_with_head(with_head()) - want).max() > 0.05  # the adapter does something
+    out = hki.use_implicit_args(run_with_head)(params)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    kept = hki.get_adapter(params, trainable_dense=list(adapter.dense) or None)
+    assert sorted(kept.weights) == sorted(adapter.weights)
+    assert sorted(kept.dense) == sorted(adapter.dense)
+
+
+WRONG_PARTS = [
+    ("all biases", {"bias": "none"}, "base_layer.bias|head.bias: not a tensor of LoRA"),
+    ("all biases", {"bias": "some"}, "bias: expected 'none', 'all' or 'lora_only', got 'some'"),
+    ("modules", {"modules_to_save": ["head"]}, "norm.(bias|weight): not a tensor of LoRA or DoRA"),
+    ("modules", {"modules_to_save": "head"}, "modules_to_save: expected a list of names, got 'head'"),
+    ("tokens", {"trainable_token_indices": [7]}, r"has 1 indices, and the rows are \[2, 6\]"),
+    ("tokens", {"trainable_token_indices": [7, 7]}, "trainable_token_indices: expected indices, each"),
+    ("tokens", {"trainable_token_indices": {"other": [1]}}, "trainable_tokens_delta: not a tensor of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), WRONG_PARTS)
+def test_parts_that_no_key_explains(tmp_path, name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        hki.load_peft(written_with_parts(tmp_path, name, **changes), part_place)
+
+
+def test_a_part_that_is_left_out_or_has_the_place_of_another(tmp_path):
+    folder = written_with_parts(tmp_path, "modules")
+    only = lambda name: "head/b" if name == "head.bias" else None  # noqa: E731
+    assert list(hki.load_peft(folder, only).dense) == ["head/b"]
+    with pytest.raises(ValueError, match="two modules are 'head/b', the second one is"):
+        hki.load_peft(folder, lambda name: "head/b" if "bias" in name else None)
 
 
 # --- the keys of a configuration -----------------------------------------------------------------
