@@ -25,7 +25,6 @@ from tqdm import tqdm
 import haiku_implicit as hki
 from benchmarks import fidelity_report as report
 from benchmarks import result_files
-from haiku_implicit.adapters import Rotated
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by name
@@ -83,7 +82,7 @@ def linear_weights(params: Params) -> list[tuple[str, str]]:
 
 
 def is_quantized(x: Any) -> bool:
-    return isinstance(x, hki.QuantizedMatrix | hki.ScaledMatrix | Rotated)
+    return isinstance(x, hki.QuantizedMatrix | hki.ScaledMatrix | hki.adapters.Rotated)
 
 
 class Inputs:

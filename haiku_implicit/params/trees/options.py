@@ -18,6 +18,7 @@ from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.params.trees import selection
 from haiku_implicit.params.trees.selection import Parameter
 from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
+from haiku_implicit.quantized.numbers import channel_scales
 from haiku_implicit.quantized.numbers.formats import RECIPES
 from haiku_implicit.quantized.numbers.options import is_positive_integer
 from haiku_implicit.quantized.products.rules import QuantRule
@@ -232,6 +233,9 @@ class QuantizeOptions:
         scale = scale.astype(jnp.bfloat16)
         numbers = wide / jnp.where(scale == 0, 1, scale).astype(wide.dtype)[..., None, :]
         codes = trellis.TrellisMatrix.encode(numbers, trellis.BITS[self.dtype], moments, w.dtype)
+        if moments is not None:
+            best = channel_scales.fitted(numbers, codes.materialize().astype(wide.dtype), moments)
+            scale = (scale * best).astype(scale.dtype)
         return ScaledMatrix(codes, scale, -1)
 
     def put_on(self, path: str, value: Array, stacked: int = 0) -> ImplicitArray:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.quantized.numbers.extremes import largest, smallest
+from haiku_implicit.quantized.numbers.gptq import DAMPING
 
 STEPS = 20  # of the search for AWQ's exponent, from 0 to 1
 _SMALLEST = 1e-4  # of AWQ's s, relative to the largest one, for channels that are hardly used
@@ -76,3 +77,17 @@ def product_error(difference: jax.Array, moments: jax.Array) -> jax.Array:
     """
     moved = jnp.matmul(moments, difference, precision=jax.lax.Precision.HIGHEST)
     return jnp.sum(difference * moved, axis=(-2, -1))
+
+
+def fitted(w: jax.Array, codes: jax.Array, moments: jax.Array) -> jax.Array:
+    """Returns the factors `[..., m]` of columns of codes that give the product's least error.
+
+    Args:
+      w: `[..., k, m]`, the intended weight.
+      codes: `[..., k, m]`.
+      moments: `[..., k, k]`, xᵀx of the product's inputs; damped as for the codes.
+    """
+    mean = jnp.diagonal(moments, axis1=-2, axis2=-1).mean(-1)[..., None, None]
+    moved = jnp.matmul(moments, codes, precision=jax.lax.Precision.HIGHEST) + DAMPING * mean * codes
+    norm = jnp.sum(codes * moved, axis=-2)
+    return jnp.where(norm > 0, jnp.sum(w * moved, axis=-2) / jnp.where(norm > 0, norm, 1), 1)

@@ -216,7 +216,17 @@ def _window(word: jax.Array, following: jax.Array, shift: Any) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("bits", "length"))
 def _decoded(words: jax.Array, bits: int, length: int) -> jax.Array:
     """Returns the numbers `[..., length]` of rows of words, float32."""
-    return values(windows(words, bits, sequences(length)[1]))[..., :length]
+    steps = sequences(length)[1]
+    native_way = native.trellis_decoder(bits, steps)
+
+    def slow(words: jax.Array) -> jax.Array:
+        return values(windows(words, bits, steps))
+
+    if (
+        native_way is None or 0 in words.shape or jax.device_count() > 1
+    ):  # XLA would gather the words
+        return slow(words)[..., :length]
+    return jax.lax.platform_dependent(words, cpu=native_way, default=slow)[..., :length]
 
 
 # --- encoding ------------------------------------------------------------------------------------
@@ -232,12 +242,12 @@ def _words(w: jax.Array, moments: Array, bits: int, steps: int) -> jax.Array:
         moments = jnp.asarray(moments).reshape(-1, own[0], own[0])
         _, order, factor = gptq.inputs_of(moments, jnp.float32, 0)
         w = jnp.take_along_axis(w, order[..., None], axis=-2)
-    encoder = native.trellis_encoder(bits, steps)
+    native_way = native.trellis_encoder(bits, steps)
     slow = functools.partial(encode, bits=bits, steps=steps)
-    if encoder is None:
+    if native_way is None:
         words = slow(w, factor)
     else:
-        words = jax.lax.platform_dependent(w, factor, cpu=encoder, default=slow)
+        words = jax.lax.platform_dependent(w, factor, cpu=native_way, default=slow)
     if order is not None:
         words = jnp.take_along_axis(words, jnp.argsort(order)[..., None], axis=-2)
     return words.reshape(*lead, own[0], -1)
