@@ -22,7 +22,7 @@ def results_path(task: str) -> pathlib.Path:
 def write(task: str) -> None:
     """Updates the table of a task, and the picture if it is the first task."""
     results = json.loads(results_path(task).read_text())
-    markdown.replace(DOCUMENTS, {task: table(results)})
+    markdown.replace(DOCUMENTS, {task: table(results), f"about {task}": about(results)})
     if task == "smollm":
         draw(results)
 
@@ -35,6 +35,16 @@ def in_order(results: Results) -> dict[str, Results]:
 
 def losses(record: Results) -> list[float]:
     return [run["heldout"] for run in record["runs"]]
+
+
+def about(results: Results) -> str:
+    """What the runs of a task have in common."""
+    machine, settings = results["machine"], results["settings"]
+    versions = " ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return (
+        f"{settings['model']}, {settings['num_steps']} steps; without training the held-out loss is "
+        f"{results['before']['heldout']:.3f}. {machine['cpu']}, {versions}, {machine['date']}."
+    )
 
 
 def has_own_size(results: Results, name: str) -> bool:
@@ -53,17 +63,23 @@ def row(results: Results, name: str) -> list[str]:
     found = losses(record)
     # Runs of one seed have the same batches: the differences vary less than the losses.
     pairs = zip(found, losses(lora), strict=False)
-    difference = statistics.mean(own - reference for own, reference in pairs)
+    differences = [own - reference for own, reference in pairs]
     return [
         name + (" †" if has_own_size(results, name) else ""),
         f"{record['trained']:,}",
-        f"{statistics.mean(found):.3f} ({min(found):.3f}–{max(found):.3f})",
+        with_range(found, ".3f"),
         str(len(found)),
-        f"{difference:+.3f}",
+        with_range(differences, "+.3f"),
         f"{record['rate']:g}",
         f"{relative_time(record):.2f}" if "seconds" in record else "–",
         f"{record['bytes'] / 1e6:.0f}",
     ]
+
+
+def with_range(values: list[float], form: str) -> str:
+    """The mean, and in brackets the least and the largest value if there are several."""
+    mean, least, largest = statistics.mean(values), min(values), max(values)
+    return f"{mean:{form}}" + (f" ({least:{form}} to {largest:{form}})" if values[1:] else "")
 
 
 def relative_time(record: Results) -> float:
@@ -101,7 +117,7 @@ def draw(results: Results) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(places, list(records), fontsize=8)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(records) - 0.5, -0.5)
     IMAGE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(IMAGE, dpi=160)
     plt.close(figure)
