@@ -34,6 +34,7 @@ SEEDS = flags.DEFINE_integer("num_seeds", 3, "How many seeds.", lower_bound=1)
 STEPS = flags.DEFINE_integer("num_steps", 20, "Steps of a run.", lower_bound=1)
 REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the table and the picture.")
 
+TURNS = 7  # of the steps that are timed
 Results = dict[str, Any]
 
 
@@ -58,19 +59,46 @@ def measure() -> None:
     chosen = [name for name in KINDS if re.fullmatch(ONLY.value or ".*", name)]
     passes = [(name, last) for last in sorted({1, SEEDS.value}) for name in chosen]
     save = functools.partial(result_files.write, results, path)
+    lora = Run(task, KINDS["LoRA"])
     for name, seeds in tqdm(passes, unit="kind"):
         record = results.setdefault("kinds", {}).setdefault(name, {})
         if len(record.get("runs", [])) < seeds:
-            train_kind(Run(task, KINDS[name]), record, seeds, save)
+            run = Run(task, KINDS[name])
+            describe(run, lora, record)
+            train_kind(run, record, seeds, save)
             jax.clear_caches()
 
 
-def train_kind(run: "Run", record: Results, seeds: int, save: Callable[[], None]) -> None:
-    """Adds the missing runs of a kind to its record, the first after trying learning rates."""
+def describe(run: "Run", lora: "Run", record: Results) -> None:
+    """Records the size, the bytes and the seconds of a kind, if they are not there."""
+    if "seconds" in record:
+        return
     memory = run.step.memory_analysis()
     record["trained"] = run.trained_size
     record["bytes"] = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     record["temporary_bytes"] = memory.temp_size_in_bytes
+    record["seconds"], record["seconds_of_lora"] = seconds_in_turns([run, lora])
+
+
+def seconds_in_turns(runs: Sequence["Run"]) -> list[list[float]]:
+    """The processor times of steps of some kinds, which take turns, without the first one of each."""
+    halves = [run.start(0) for run in runs]
+    states = [run.optimizer.init(trained) for run, (trained, _) in zip(runs, halves, strict=True)]
+    found: list[list[float]] = [[] for _ in runs]
+    for _ in range(TURNS + 1):
+        for i, run in enumerate(runs):
+            (trained, frozen), began = halves[i], time.process_time()
+            trained, states[i], loss = run.step(
+                trained, states[i], frozen, run.task.batch(0, 0), np.float32(0)
+            )
+            loss.block_until_ready()
+            found[i].append(round(time.process_time() - began, 4))
+            halves[i] = trained, frozen
+    return [own[1:] for own in found]
+
+
+def train_kind(run: "Run", record: Results, seeds: int, save: Callable[[], None]) -> None:
+    """Adds the missing runs of a kind to its record, the first after trying learning rates."""
     tried = record.setdefault("tried", {})
 
     def score(power: int) -> float:
@@ -142,17 +170,14 @@ class Run:
     def __call__(self, rate: float, seed: int) -> Results:
         """Trains, with a learning rate that falls linearly to zero, and evaluates."""
         trained, frozen = self.start(seed)
-        state, seconds, losses = self.optimizer.init(trained), [], []
+        state, losses = self.optimizer.init(trained), []
         for i in range(STEPS.value):
             batch = self.task.batch(seed, i)
-            began = time.process_time()
             now = np.float32(rate * (1 - i / STEPS.value))
             trained, state, loss = self.step(trained, state, frozen, batch, now)
             losses.append(float(loss))
-            seconds.append(time.process_time() - began)
         found = self.task.evaluate(self.merged(trained, frozen))
-        training = statistics.mean(losses[-5:])
-        return dict(**found, training=training, seconds=statistics.median(seconds))
+        return dict(**found, training=statistics.mean(losses[-5:]))
 
 
 def whole(trained: Any, frozen: Any) -> Any:

@@ -10,7 +10,7 @@ from benchmarks import tables as markdown
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = (ROOT / "docs" / "adapters.md",)
 IMAGE = ROOT / "docs" / "images" / "adapters.png"
-HEADER = ["adapter", "trained", "held-out loss", "runs", "to LoRA", "rate", "s a step", "MB"]
+HEADER = ["adapter", "trained", "held-out loss", "runs", "to LoRA", "rate", "time", "MB"]
 
 Results = dict[str, Any]
 
@@ -22,7 +22,7 @@ def results_path(task: str) -> pathlib.Path:
 def write(task: str) -> None:
     """Updates the table of a task, and the picture if it is the first task."""
     results = json.loads(results_path(task).read_text())
-    markdown.replace(DOCUMENTS, {task: table(results)})
+    markdown.replace(DOCUMENTS, {task: table(results), f"about {task}": about(results)})
     if task == "smollm":
         draw(results)
 
@@ -35,6 +35,16 @@ def in_order(results: Results) -> dict[str, Results]:
 
 def losses(record: Results) -> list[float]:
     return [run["heldout"] for run in record["runs"]]
+
+
+def about(results: Results) -> str:
+    """What the runs of a task have in common."""
+    machine, settings = results["machine"], results["settings"]
+    versions = " ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return (
+        f"{settings['model']}, {settings['num_steps']} steps; without training the held-out loss is "
+        f"{results['before']['heldout']:.3f}. {machine['cpu']}, {versions}, {machine['date']}."
+    )
 
 
 def has_own_size(results: Results, name: str) -> bool:
@@ -50,20 +60,32 @@ def table(results: Results) -> str:
 
 def row(results: Results, name: str) -> list[str]:
     record, lora = results["kinds"][name], results["kinds"]["LoRA"]
-    found, seconds = losses(record), [run["seconds"] for run in record["runs"]]
+    found = losses(record)
     # Runs of one seed have the same batches: the differences vary less than the losses.
     pairs = zip(found, losses(lora), strict=False)
-    difference = statistics.mean(own - reference for own, reference in pairs)
+    differences = [own - reference for own, reference in pairs]
     return [
         name + (" †" if has_own_size(results, name) else ""),
         f"{record['trained']:,}",
-        f"{statistics.mean(found):.3f} ({min(found):.3f}–{max(found):.3f})",
+        with_range(found, ".3f"),
         str(len(found)),
-        f"{difference:+.3f}",
+        with_range(differences, "+.3f"),
         f"{record['rate']:g}",
-        f"{statistics.median(seconds):.2f}",
+        f"{relative_time(record):.2f}" if "seconds" in record else "–",
         f"{record['bytes'] / 1e6:.0f}",
     ]
+
+
+def with_range(values: list[float], form: str) -> str:
+    """The mean, and in brackets the least and the largest value if there are several."""
+    mean, least, largest = statistics.mean(values), min(values), max(values)
+    return f"{mean:{form}}" + (f" ({least:{form}} to {largest:{form}})" if values[1:] else "")
+
+
+def relative_time(record: Results) -> float:
+    """How long a step takes relative to LoRA's, the median of the turns."""
+    pairs = zip(record["seconds"], record["seconds_of_lora"], strict=True)
+    return statistics.median(own / lora for own, lora in pairs)
 
 
 def draw(results: Results) -> None:
@@ -83,19 +105,19 @@ def draw(results: Results) -> None:
         panels[0].plot([min(found), max(found)], [place] * 2, color=color, linewidth=1)
         panels[0].scatter(found, [place] * len(found), s=14, color=color)
         panels[0].scatter(statistics.mean(found), place, s=70, marker="|", color=color)
-    seconds = [statistics.median(run["seconds"] for run in r["runs"]) for r in records.values()]
-    panels[1].barh(places, seconds, color="#9a9a9a", height=0.6)
+    times = [relative_time(r) if "seconds" in r else 0.0 for r in records.values()]
+    panels[1].barh(places, times, color="#9a9a9a", height=0.6)
     panels[2].barh(
         places, [r["bytes"] / 1e6 for r in records.values()], color="#9a9a9a", height=0.6
     )
-    labels = ("held-out loss, a dot for each seed", "seconds a step", "MB")
+    labels = ("held-out loss, a dot for each seed", "time of a step, LoRA = 1", "MB")
     for axes, label in zip(panels, labels, strict=True):
         axes.set_xlabel(label, fontsize=9)
         axes.grid(color="#e4e4e4", linewidth=0.8, axis="x")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(places, list(records), fontsize=8)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(records) - 0.5, -0.5)
     IMAGE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(IMAGE, dpi=160)
     plt.close(figure)
