@@ -19,12 +19,8 @@ from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import tree_map_with_implicit
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.edits import quantize_params
-from haiku_implicit.params.quantizing.calibrated import (
-    arguments_of,
-    inputs_of,
-    parsed,
-    quantize_with_inputs,
-)
+from haiku_implicit.params.quantizing.calibrated import parsed, quantize_with_inputs
+from haiku_implicit.params.quantizing.observing import Model, arguments_of, inputs_of
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 
@@ -208,7 +204,8 @@ def sensitivity(
     inputs: dict[str, jax.Array] = {}
     if method is not None:
         every = {path for own in chosen.values() for path in own}
-        inputs = inputs_of(parsed(method)[0].needed, apply, params, given, every, choice)
+        model = Model(apply, params, matrix_axes)
+        inputs = inputs_of(parsed(method)[0].needed, model, given, every)
     plan = Sensitivity((), options, matrix_axes, 0, method, inputs)
     stored = {
         name: _dense_values(plan._quantized(params, own, options[name]))
