@@ -89,7 +89,7 @@ class Inputs:
     """The inputs of a model's weights, with the statistics that each method needs."""
 
     def __init__(self, apply: Any, params: Params, batches: list[Any], targets: str) -> None:
-        self.params, self.targets = params, targets
+        self.params, self.targets, self.model = params, targets, (apply, batches)
         self.moments = hki.input_moments(apply, params, batches, targets=targets)
         self.maxima = hki.input_maxima(apply, params, batches, targets=targets)
 
@@ -99,7 +99,11 @@ class Inputs:
             new = hki.quantize_params(self.params, targets=self.targets, **options)
         else:
             inputs = self.maxima if method == "smoothquant" else self.moments
-            new = hki.quantize_with_inputs(self.params, inputs, method=method, **options)
+            method, carried, _ = method.partition(", in order")
+            carry = self.model if carried else None
+            new = hki.quantize_with_inputs(
+                self.params, inputs, method=method, carry=carry, **options
+            )
         # With quantized activations, the dense weights would not score the model.
         return new, new if "activation" in options else hki.materialize(new)
 
@@ -110,16 +114,14 @@ class Encoder:
     def __init__(self) -> None:
         config, _, self.params = hub.load(minilm.fetch())
         files = [smollm.fetch(s) for s in (minilm.TOKENIZER, minilm.DOCUMENTS, minilm.SIMILARITIES)]
-        model = hk.transform(lambda *x: bert.embed_sentences(config, *x))
-        self.apply = jax.jit(hki.use_implicit_args(hk.without_apply_rng(model).apply))
+        model = hk.without_apply_rng(hk.transform(lambda *x: bert.embed_sentences(config, *x)))
+        self.apply = jax.jit(hki.use_implicit_args(model.apply))
         self.batch = minilm.tokenize(files[0], minilm.read_documents(files[1]), 256)
         self.similarities = minilm.read_similarities(files[2])
         self.dense = np.asarray(self.apply(self.params, *self.batch))
         background = minilm.read_documents(smollm.fetch(minilm.BACKGROUND))
         calibration = minilm.tokenize(files[0], background[:128], 128)
-        self.inputs = Inputs(
-            lambda p, batch: self.apply(p, *batch), self.params, [calibration], LINEAR
-        )
+        self.inputs = Inputs(model.apply, self.params, [calibration], LINEAR)
 
     def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
         """Returns the bits, the error of the weights, and the scores."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ import numpy as np
 from haiku_implicit.core import progress
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.typing import Array
-from haiku_implicit.params.quantizing.observing import Model, order_of_use
+from haiku_implicit.params.quantizing.observing import Model
+from haiku_implicit.params.quantizing.programs import Program, Values
 from haiku_implicit.params.trees import trees
 from haiku_implicit.quantized.numbers import gptq
 from haiku_implicit.quantized.types.observed import Statistic
@@ -48,35 +49,103 @@ def quantized_in_order(
     """
     weights = model.weights(inputs)
     found: dict[str, list[Array]] = {path: [] for path in weights}
-    now: dict[str, Array] = {}  # dense, with what is quantized so far rounded
-    stages = list(_stages(order_of_use(model, batches[0], inputs), inputs))
+    twins = _Twins(model, {path: p.value for path, p in weights.items()}, batches)
+    stages = twins.stages()
     with progress.bar("weights in order", len(stages)) as run:
-        for paths, index in stages:
-            seen = run(", ".join(paths), _seen_beside, model, batches, now, paths)
+        for i, (paths, index) in enumerate(stages):
+            later = {path for own, _ in stages[i + 1 :] for path in own}
+            seen = run(", ".join(paths), twins.seen, paths, later)
             for path in paths:
                 error, moments = seen[path][(slice(None), *index)]
                 w = _corrected(weights[path].value[index], error, moments, STRENGTH)
                 found[path].append(quantize(weights[path]._replace(value=w), moments))
-                new = materialize_array(found[path][-1])
-                now[path] = jnp.asarray(now.get(path, weights[path].value)).at[index].set(new)
+                twins.change(path, index, materialize_array(found[path][-1]))
     return {path: _stacked(found[path], p.value.shape[:-2]) for path, p in weights.items()}
 
 
-def _stages(order: Sequence[str], inputs: Mapping[str, jax.Array]) -> Iterator[Stage]:
-    """The weights in their order; stacks of the same layers one layer after another."""
+class _Twins:
+    """A dense model and the same model with the weights that are quantized so far.
 
-    def layers(path: str) -> tuple[Any, ...]:
-        lead = inputs[path].shape[:-2]
-        return lead, path.partition("__layer_stack")[0] if lead else ""
+    Each part of the models runs once, when the weights before it are quantized.
+    """
 
-    for (lead, _), own in itertools.groupby(order, layers):
-        groups: list[list[str]] = []
-        for path in own:
-            if groups and np.array_equal(inputs[groups[-1][0]], inputs[path]):
-                groups[-1].append(path)
+    def __init__(
+        self, model: Model, dense: Mapping[str, Array], batches: Sequence[tuple[Any, ...]]
+    ) -> None:
+        self.dense, self.now = dense, {path: jnp.asarray(w) for path, w in dense.items()}
+        self.paths = sorted(dense)  # as the leaves of a dictionary
+        self.used: list[str] = []  # by each use, the last one first: so differentiation goes
+
+        def noted(path: str, x: jax.Array, own: jax.Array) -> jax.Array:
+            self.used.append(path)
+            return x.T @ own
+
+        statistics = {path: _BESIDE._replace(of=functools.partial(noted, path)) for path in dense}
+        one = functools.partial(model.total, statistics)
+        twins = jax.vmap(one, in_axes=(0, 0, None), axis_name=_TWINS, axis_size=2)
+        zeros = {path: jnp.stack([x, x]) for path, x in model.zeros(statistics).items()}
+
+        def seen(now: dict[str, Array], batch: tuple[Any, ...]) -> dict[str, jax.Array]:
+            both = {path: jnp.stack([dense[path], w]) for path, w in now.items()}
+            return jax.grad(lambda sums: twins(sums, both, batch).sum())(zeros)
+
+        self.runs: list[tuple[Program, list[Values]]] = []
+        for _, alike in itertools.groupby(batches, _kind):
+            own = list(alike)
+            program = Program(seen, self.now, own[0])
+            args = [jax.tree.leaves((self.now, batch)) for batch in own]
+            values = [program.start | dict(zip(program.inputs, x, strict=True)) for x in args]
+            self.runs.append((program, values))
+
+    def stages(self) -> list[Stage]:
+        """The weights in their order; stacks of the same layers one layer after another."""
+        program, _ = self.runs[0]
+        of_weights = (1 << len(self.paths)) - 1
+        causes = {
+            path: program.causes[number] & of_weights
+            for path, number in zip(self.paths, program.outputs, strict=True)
+        }
+        if unused := sorted(set(self.paths) - set(self.used)):
+            raise ValueError(
+                f"carry: the model does not use as x @ w, as it did in inputs: {', '.join(unused)}"
+            )
+        order = list(dict.fromkeys(reversed(self.used)))
+        order.sort(key=lambda path: causes[path].bit_count())
+        found: list[Stage] = []
+        for cause, alike in itertools.groupby(order, causes.__getitem__):
+            paths = list(alike)
+            if not any(cause >> self.paths.index(path) & 1 for path in paths):
+                found += [(paths, index) for index in _indices(self.dense, paths[:1])]
             else:
-                groups.append([path])
-        yield from ((group, index) for index in np.ndindex(lead) for group in groups)
+                found += [
+                    ([path], index) for index in _indices(self.dense, paths) for path in paths
+                ]
+        return found
+
+    def seen(self, paths: Sequence[str], later: Collection[str]) -> dict[str, jax.Array]:
+        """`_BESIDE` of both models, `[2, ..., k, k]`, by path."""
+        totals = []
+        for program, values in self.runs:
+            numbers = dict(zip(self.paths, program.outputs, strict=True))
+            each = program.advance(values, [numbers[p] for p in paths], [numbers[p] for p in later])
+            totals += [dict(zip(paths, x, strict=True)) for x in each]
+        return functools.reduce(functools.partial(jax.tree.map, operator.add), totals)
+
+    def change(self, path: str, index: tuple[int, ...], w: Array) -> None:
+        """Gives the second model a quantized weight, or a matrix of a stack."""
+        self.now[path] = self.now[path].at[index].set(w)
+        for program, each in self.runs:
+            for values in each:
+                program.change(values, self.paths.index(path), self.now[path])
+
+
+def _kind(batch: Any) -> Any:
+    shapes = [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(batch)]
+    return jax.tree.structure(batch), shapes
+
+
+def _indices(dense: Mapping[str, Array], paths: Sequence[str]) -> list[tuple[int, ...]]:
+    return list(np.ndindex(dense[paths[0]].shape[:-2]))
 
 
 def _both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -87,25 +156,7 @@ def _both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 # `X̃ᵀ(X − X̃)` in the dense model, `X̃ᵀX̃` in the quantized one.
-_BESIDE = Statistic(lambda n: (n, n), lambda x, own: x.T @ own, lambda sums: sums, _both)
-
-
-def _seen_beside(
-    model: Model,
-    batches: Sequence[tuple[Any, ...]],
-    now: Mapping[str, Array],
-    paths: Collection[str],
-) -> dict[str, jax.Array]:
-    """`_BESIDE` of both models, `[2, ..., k, k]`, by path; `now` has weights of the second one."""
-    dense = model.weights(now)
-    both = {path: jnp.stack([dense[path].value, w]) for path, w in now.items()}
-    statistics = dict.fromkeys(paths, _BESIDE)
-    one = functools.partial(model.total, statistics)
-    twins = jax.vmap(one, in_axes=(0, 0, None), axis_name=_TWINS, axis_size=2)
-    step = jax.jit(jax.grad(lambda *args: twins(*args).sum()))
-    zeros = {path: jnp.stack([x, x]) for path, x in model.zeros(statistics).items()}
-    each = (step(zeros, both, batch) for batch in batches)
-    return functools.reduce(functools.partial(jax.tree.map, operator.add), each)
+_BESIDE = Statistic(lambda n: (n, n), jnp.matmul, lambda sums: sums, _both)
 
 
 @jax.jit

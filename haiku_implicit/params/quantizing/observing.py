@@ -99,23 +99,6 @@ def inputs_of(
     return {path: x for path, x in found.items() if bool((x != 0).any())}
 
 
-def order_of_use(model: Model, batch: tuple[Any, ...], paths: Collection[str]) -> list[str]:
-    """These paths in the order in which the model first uses them."""
-    used: list[str] = []
-
-    def noted(path: str, x: jax.Array) -> jax.Array:
-        used.append(path)
-        return observed.MOMENTS.of(x)
-
-    statistics = {
-        path: observed.MOMENTS._replace(of=functools.partial(noted, path)) for path in paths
-    }
-    zeros = model.zeros(statistics)
-    jax.eval_shape(jax.grad(functools.partial(model.total, statistics)), zeros, {}, batch)
-    # Differentiation goes from the last use to the first.
-    return list(dict.fromkeys(reversed(used)))
-
-
 def _total(outputs: Any) -> jax.Array:
     """The sum of all floating outputs, as a scalar to differentiate."""
     leaves = tree_leaves_with_implicit(outputs)
