@@ -79,9 +79,10 @@ def test_formats_within_a_number_of_bytes(params):
         chosen = found.allocate(budget + others)
         nbytes, error = cost([chosen.get(path) for path in WEIGHTS])
         best = min(e for n, e in everything if n <= budget)
-        # Greedy steps need not end at the best of all, but not far from it for these few.
-        assert nbytes <= budget and error <= 4 * best + 1e-12
-        small = found.quantize(params, chosen)
+        assert nbytes <= budget and error == pytest.approx(best)
+        assert chosen.nbytes == nbytes + others and chosen.error**2 == pytest.approx(best)
+        assert chosen.bound**2 <= best * (1 + 1e-6)
+        small = found.quantize(params, budget + others)
         held = {row.path: row.nbytes for row in hki.summary(small).rows}
         assert sum(held[path] for path in WEIGHTS) == nbytes
         assert hki.summary(small).total.nbytes == nbytes + others <= budget + others

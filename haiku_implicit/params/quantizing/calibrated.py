@@ -26,6 +26,9 @@ from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
 from haiku_implicit.quantized.numbers import channel_scales, formats, options, scales
 from haiku_implicit.quantized.products.rules import QuantRule
 
+# A model, `apply(params, *batch)`, and its batches.
+Carry = tuple[Callable[..., Any], Iterable[Any]]
+
 
 def input_moments(
     apply: Callable[..., Any],
@@ -144,7 +147,7 @@ def quantize_with_inputs(
     inputs: dict[str, jax.Array],
     *,
     method: str = "gptq",
-    carry: tuple[Callable[..., Any], Iterable[Any]] | None = None,
+    carry: Carry | None = None,
     rules: Sequence[QuantRule] | None = None,
     matrix_axes: MatrixAxesOf | None = None,
     **options: Unpack[QuantizeArguments],
@@ -197,15 +200,30 @@ def quantize_with_inputs(
       >>> error(hki.quantize_with_inputs(params, inputs, method='awq')) < 0.9 * rounded
       True
     """
-    chosen, numbers = parsed(method)
+    chosen, _ = parsed(method)
     default: QuantizeArguments = dict(dtype="int4", calibration="mse")
     how = QuantizeOptions.of(options, default, rules=rules is not None)
-    if how.axis != -2:
-        raise ValueError(f"axis: the inputs are those of axis -2, got {how.axis}")
     if rules is not None:
         rules = trees.checked_rules(rules)
     elif chosen.needed == "maxima":
         _check_activation(method, how)
+
+    def how_of(parameter: trees.Parameter) -> QuantizeOptions | None:
+        return how if rules is None else _how_by_rule(rules, parameter, how)
+
+    return quantize_by(how_of, params, inputs, method, carry, matrix_axes)
+
+
+def quantize_by(
+    how_of: Callable[[trees.Parameter], QuantizeOptions | None],
+    params: Params,
+    inputs: Mapping[str, jax.Array],
+    method: str,
+    carry: Carry | None,
+    matrix_axes: MatrixAxesOf | None,
+) -> Params:
+    """Quantizes each weight that `inputs` names by its own options; None leaves it dense."""
+    chosen, numbers = parsed(method)
     paths = [parameter.path for parameter in trees.parameters_of(params)]
     _check_paths(inputs, paths, chosen.needed)
 
@@ -213,9 +231,11 @@ def quantize_with_inputs(
         path, value = parameter.path, parameter.value
         _check_inputs(path, value, inputs, chosen.needed)
         with errors_name(path, value), jax.numpy_dtype_promotion("standard"):
-            own = how if rules is None else _how_by_rule(rules, parameter, how)
+            own = how_of(parameter)
             if own is None:
                 return value
+            if own.axis != -2:
+                raise ValueError(f"axis: the inputs are those of axis -2, got {own.axis}")
             if chosen.needed == "maxima":
                 _check_activation(method, own)
             return chosen.quantize(value, inputs, own, *numbers)
@@ -236,7 +256,7 @@ def _carried(
     quantized: carried.Quantize,
     model: Model,
     batches: Iterable[Any],
-    inputs: dict[str, jax.Array],
+    inputs: Mapping[str, jax.Array],
     method: _Method,
 ) -> dict[str, Array]:
     """The weights that are quantized in the order of their use."""

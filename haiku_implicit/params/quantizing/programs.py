@@ -118,14 +118,14 @@ class Program:
         for eqn in jaxpr.eqns:
             operands = [named(x) for x in eqn.invars]
             if eqn.primitive.name in _CALLS:
-                inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+                inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
                 is_open = isinstance(inner, Jaxpr)
-                own = (inner, ()) if is_open else (inner.jaxpr, inner.consts)
-                results = self._added(*own, operands)
+                body, own = (inner, ()) if is_open else (inner.jaxpr, inner.consts)
+                results: Sequence[int | Literal] = self._added(body, own, operands)
             else:
-                results = self._fresh(len(eqn.outvars))
-                self.made_by.update(dict.fromkeys(results, len(self.steps)))
-                self.steps.append(_Step(eqn, operands, results))
+                results = new = self._fresh(len(eqn.outvars))
+                self.made_by.update(dict.fromkeys(new, len(self.steps)))
+                self.steps.append(_Step(eqn, operands, new))
             names.update(zip(eqn.outvars, results, strict=True))
         return [named(x) for x in jaxpr.outvars]
 
@@ -149,5 +149,6 @@ def _evaluated(steps: Sequence[_Step], values: Values, results: Sequence[int]) -
     for eqn, operands, numbers in steps:
         args = [values[x] if isinstance(x, int) else x.val for x in operands]
         with eqn.ctx.manager:
-            values.update(zip(numbers, bind(eqn.primitive, args, eqn.params), strict=True))
+            new = bind(eqn.primitive, args, eqn.params)
+        values.update(zip(numbers, new, strict=True))
     return [values[i] for i in results]

@@ -28,7 +28,7 @@ class Statistic(NamedTuple):
     """
 
     shape: Callable[[int], tuple[int, ...]]
-    of: Callable[[jax.Array], jax.Array]
+    of: Callable[..., jax.Array]
     read: Callable[[jax.Array], jax.Array]
     made: Callable[[jax.Array], tuple[jax.Array, ...]] = lambda x: (x,)
 
