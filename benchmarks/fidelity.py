@@ -7,6 +7,7 @@
 Run it from the root of the repository. `docs/fidelity.md` describes the measurements.
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -90,8 +91,14 @@ class Inputs:
 
     def __init__(self, apply: Any, params: Params, batches: list[Any], targets: str) -> None:
         self.params, self.targets, self.model = params, targets, (apply, batches)
-        self.moments = hki.input_moments(apply, params, batches, targets=targets)
-        self.maxima = hki.input_maxima(apply, params, batches, targets=targets)
+
+    @functools.cached_property
+    def moments(self) -> dict[str, jax.Array]:
+        return hki.input_moments(self.model[0], self.params, self.model[1], targets=self.targets)
+
+    @functools.cached_property
+    def maxima(self) -> dict[str, jax.Array]:
+        return hki.input_maxima(self.model[0], self.params, self.model[1], targets=self.targets)
 
     def quantized(self, options: dict[str, Any], method: str | None) -> tuple[Params, Params]:
         """Returns the parameters with these weights quantized, and the parameters to score."""
