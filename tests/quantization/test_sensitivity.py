@@ -89,6 +89,18 @@ def test_formats_within_a_number_of_bytes(params):
     assert found.allocate(1_600 + others)[WEIGHTS[1]] != "int4", "the worst weight keeps its bits"
 
 
+def test_errors_from_gradients(params):
+    """They scatter around the measured ones, which are small enough to be of first order."""
+    options = {"int8": OPTIONS["int8"], "int6": dict(dtype="int6", group_size=16)}
+    measured = hki.sensitivity(MODEL.apply, params, X, options)
+    probed = hki.sensitivity(MODEL.apply, params, X, options, probes=200)
+    known = {row[:2]: row for row in measured.rows}
+    assert len(probed.rows) == len(known) == 6
+    for row in probed.rows:
+        assert row.nbytes == known[row[:2]].nbytes
+        np.testing.assert_allclose(row.error, known[row[:2]].error, rtol=0.25)
+
+
 def test_views_of_matrices(params):
     w = {"attention": {"w": normal((16, 2, 8))}}
     axes = {"attention/w": ([-3], [-2, -1])}
