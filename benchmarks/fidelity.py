@@ -10,6 +10,7 @@ Run it from the root of the repository. `docs/fidelity.md` describes the measure
 import functools
 import json
 import math
+import operator
 import pathlib
 import re
 import sys
@@ -39,6 +40,7 @@ REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the table and the pl
 ONLY = flags.DEFINE_string(
     "cases", "", "A regular expression: only cases whose name it is found in."
 )
+COSINE = flags.DEFINE_bool("cosine", True, "Whether to score MiniLM.")
 PERPLEXITY = flags.DEFINE_bool("perplexity", True, "Whether to score SmolLM2 as well.")
 
 LINEAR = r"bert/layer_.*/w"
@@ -54,20 +56,21 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure() -> None:
-    """Scores all cases, and writes the results after each."""
-    encoder = Encoder()
+    """Scores all cases, and writes the results after each; with `--cases`, into the recorded ones."""
+    encoder = Encoder() if COSINE.value else None
     language = Language() if PERPLEXITY.value else None
     results: dict[str, Any] = (
         json.loads(report.RESULTS.read_text()) if ONLY.value else dict(cases={})
     )
-    results["dense"] = encoder.score(encoder.params) | (language.score(None) if language else {})
+    models = [model for model in (encoder, language) if model is not None]
+    old = results.setdefault("dense", {})
+    results["dense"] = functools.reduce(operator.or_, [m.score(m.params) for m in models], old)
     chosen = {name: case for name, case in report.CASES.items() if re.search(ONLY.value, name)}
     for name, (options, method) in (progress := tqdm(chosen.items())):
         progress.set_description(name)
-        record = encoder.case(options, method)
-        if language is not None:
-            record |= language.case(options, method)
-        results["cases"][name] = record
+        old = results["cases"].get(name, {})
+        new = [model.case(options, method) for model in models]
+        results["cases"][name] = functools.reduce(operator.or_, new, old)
         result_files.write(results, report.RESULTS)
 
 
@@ -181,9 +184,8 @@ class Language:
             return {}
         return self.score(self.inputs.quantized(options, method)[1])
 
-    def score(self, params: Params | None) -> dict[str, float]:
+    def score(self, params: Params) -> dict[str, float]:
         """Returns the perplexity of the held-out text."""
-        params = self.params if params is None else params
         return dict(perplexity=math.exp(float(self.loss(params, self.heldout))))
 
 
