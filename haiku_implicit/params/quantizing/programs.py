@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from haiku_implicit.core.bind import bind
 from haiku_implicit.core.typing import Array
@@ -30,13 +30,14 @@ class Program:
 
     Attributes:
       inputs: the numbers of the function's arguments (leaves of the tree).
-      outputs: the numbers of its results (leaves of the tree).
+      outputs: the numbers of its results (leaves of the tree `treedef`).
       start: the values that are known before any argument.
       causes: for each number, the set of the inputs that it depends on, as bits.
     """
 
     def __init__(self, fun: Callable[..., Any], *args: Any) -> None:
-        closed: ClosedJaxpr = jax.make_jaxpr(fun)(*args)
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+        self.treedef = jax.tree.structure(shapes)
         self.steps: list[_Step] = []
         self.start: Values = {}
         self.made_by: dict[int, int] = {}
@@ -49,7 +50,7 @@ class Program:
             self.causes[number] = 1 << i
         for step in self.steps:
             own = 0
-            for number in _numbers(step):
+            for number in numbers_of(step):
                 own |= self.causes[number]
             for number in step.results:
                 self.causes[number] = own
@@ -65,11 +66,11 @@ class Program:
           later: the numbers of the values that will be wanted.
         """
         known = set(each[0])
-        steps, operands = self._needed(wanted, known)
+        steps, operands = self.needed(wanted, known)
         made = {number for step in steps for number in step.results}
-        _, kept = self._needed(later, known | made)
+        _, kept = self.needed(later, known | made)
         results = [*wanted, *(kept & made)]
-        run = jax.jit(lambda values: _evaluated(steps, values, results))
+        run = jax.jit(lambda values: evaluated(steps, values, results))
         found = []
         for values in each:
             new = dict(zip(results, run({i: values[i] for i in operands}), strict=True))
@@ -87,9 +88,7 @@ class Program:
             del values[number]
         values[self.inputs[at]] = value
 
-    def _needed(
-        self, wanted: Iterable[int], known: Collection[int]
-    ) -> tuple[list[_Step], set[int]]:
+    def needed(self, wanted: Iterable[int], known: Collection[int]) -> tuple[list[_Step], set[int]]:
         """The steps that lead from known values to wanted ones, and the known values they take."""
         left, seen, steps = list(wanted), set(), set()
         used: set[int] = set()
@@ -102,7 +101,7 @@ class Program:
                 used.add(number)
                 continue
             steps.add(self.made_by[number])
-            left += _numbers(self.steps[self.made_by[number]])
+            left += numbers_of(self.steps[self.made_by[number]])
         return [self.steps[i] for i in sorted(steps)], used
 
     def _added(
@@ -139,11 +138,12 @@ class Program:
         return number
 
 
-def _numbers(step: _Step) -> list[int]:
+def numbers_of(step: _Step) -> list[int]:
+    """The numbers of a step's operands that are no literals."""
     return [x for x in step.operands if isinstance(x, int)]
 
 
-def _evaluated(steps: Sequence[_Step], values: Values, results: Sequence[int]) -> list[Array]:
+def evaluated(steps: Sequence[_Step], values: Values, results: Sequence[int]) -> list[Array]:
     """The results of steps, in their order, from known values."""
     values = dict(values)
     for eqn, operands, numbers in steps:
