@@ -128,7 +128,7 @@ def _split(apply: Callable[..., Any], structs: Params, args: tuple[Any, ...]) ->
 def _names(
     program: Program, parameters: trees.Parameters, sizes: list[int], numbers: set[int]
 ) -> dict[int, tuple[str, str]]:
-    """The module and name of each of these values: those of the largest parameter that it is made of."""
+    """The module and name of each of these values, after the largest parameter behind it."""
     inputs = {number: i for i, number in enumerate(program.inputs)}
     names: dict[int, tuple[str, str]] = {}
     for number in sorted(numbers):

@@ -255,6 +255,14 @@ def two_layers(x):
     )
 
 
+def carried_by_definition(dense, quantized, w):
+    """The moments of inputs, and the weight that takes up their errors."""
+    moments = quantized.T @ quantized
+    damped = moments + gptq.DAMPING * np.trace(moments) / 8 * np.eye(8, dtype=np.float32)
+    made_up = np.linalg.solve(damped, quantized.T @ (dense - quantized) @ w)
+    return jnp.asarray(moments), w + carried.STRENGTH * made_up
+
+
 def test_a_later_weight_makes_up_for_the_errors_of_an_earlier_one():
     """By the definition: moments of the quantized model, and `X̃ (w + δ)` near `X w`."""
     t = hk.without_apply_rng(hk.transform(two_layers))
@@ -266,11 +274,9 @@ def test_a_later_weight_makes_up_for_the_errors_of_an_earlier_one():
     x, (a, b) = np.concatenate(batches), (params[name]["w"] for name in "ab")
     close(hki.materialize(new["a"]["w"]), hki.materialize(plain["a"]["w"]))
     dense, quantized = np.tanh(x @ a), np.tanh(x @ hki.materialize(new["a"]["w"]))
-    moments = quantized.T @ quantized
-    damped = moments + gptq.DAMPING * np.trace(moments) / 8 * np.eye(8, dtype=np.float32)
-    made_up = np.linalg.solve(damped, quantized.T @ (dense - quantized) @ b)
-    own = {"b": {"w": b + carried.STRENGTH * made_up}}
-    want = hki.quantize_with_inputs(own, {"b/w": jnp.asarray(moments)}, **how)
+    moments, w = carried_by_definition(dense, quantized, b)
+    own = {"b": {"w": w}}
+    want = hki.quantize_with_inputs(own, {"b/w": moments}, **how)
     close(hki.materialize(new["b"]["w"]), hki.materialize(want["b"]["w"]))
     assert not np.allclose(hki.materialize(new["b"]["w"]), hki.materialize(plain["b"]["w"]))
 
@@ -330,6 +336,27 @@ def test_a_shared_weight_and_a_loop():
         return float(jnp.linalg.norm(t.apply(hki.materialize(new), x) - t.apply(params, x)))
 
     assert error(carry=(t.apply, [x])) < 0.9 * error()
+
+
+def test_a_stack_beside_a_matrix_with_the_same_inputs():
+    def apply(params, x):
+        own = params["m"]
+        return jnp.tanh(x @ own["a"]) + x @ own["stack"][0] @ own["stack"][1]
+
+    own = {"a": normal((8, 8)), "stack": normal((2, 8, 8), 1)}
+    params, x = {"m": jax.tree.map(jnp.asarray, own)}, correlated(32, 8)
+    inputs = hki.input_moments(apply, params, [x], matrix_axes={})
+
+    how = dict(matrix_axes={}, dtype="int4", calibration="absmax")
+    plain = hki.materialize(hki.quantize_with_inputs(params, inputs, **how))["m"]
+    new = hki.quantize_with_inputs(params, inputs, carry=(apply, [x]), **how)
+    got, w = hki.materialize(new)["m"], own["stack"]
+    close(got["a"], plain["a"])
+    close(got["stack"][0], plain["stack"][0])
+    moments, changed = carried_by_definition(x @ w[0], x @ got["stack"][0], w[1])
+    want = hki.quantize_with_inputs({"m": {"w": changed}}, {"m/w": moments}, **how)
+    close(got["stack"][1], hki.materialize(want)["m"]["w"])
+    assert not np.allclose(got["stack"][1], plain["stack"][1])
 
 
 def test_errors_of_carry():

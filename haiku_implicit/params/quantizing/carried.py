@@ -83,9 +83,9 @@ class _Twins:
         statistics = {path: _BESIDE._replace(of=functools.partial(noted, path)) for path in dense}
         one = functools.partial(model.total, statistics)
         twins = jax.vmap(one, in_axes=(0, 0, None), axis_name=_TWINS, axis_size=2)
-        zeros = {path: jnp.stack([x, x]) for path, x in model.zeros(statistics).items()}
 
         def seen(now: dict[str, Array], batch: tuple[Any, ...]) -> dict[str, jax.Array]:
+            zeros = {path: jnp.stack([x, x]) for path, x in model.zeros(statistics).items()}
             both = {path: jnp.stack([dense[path], w]) for path, w in now.items()}
             return jax.grad(lambda sums: twins(sums, both, batch).sum())(zeros)
 
@@ -109,17 +109,19 @@ class _Twins:
             raise ValueError(
                 f"carry: the model does not use as x @ w, as it did in inputs: {', '.join(unused)}"
             )
-        order = list(dict.fromkeys(reversed(self.used)))
-        order.sort(key=lambda path: causes[path].bit_count())
+
+        def alike(path: str) -> tuple[int, int, tuple[int, ...]]:
+            """The causes, first of those with the fewest, and the stacked axes."""
+            cause = causes[path]
+            return cause.bit_count(), cause, self.dense[path].shape[:-2]
+
         found: list[Stage] = []
-        for cause, alike in itertools.groupby(order, causes.__getitem__):
-            paths = list(alike)
-            if not any(cause >> self.paths.index(path) & 1 for path in paths):
-                found += [(paths, index) for index in _indices(self.dense, paths[:1])]
-            else:
-                found += [
-                    ([path], index) for index in _indices(self.dense, paths) for path in paths
-                ]
+        order = sorted(dict.fromkeys(reversed(self.used)), key=alike)
+        for (_, cause, lead), own in itertools.groupby(order, alike):
+            paths = list(own)
+            is_loop = any(cause >> self.paths.index(path) & 1 for path in paths)
+            groups = [[path] for path in paths] if is_loop else [paths]
+            found += [(group, index) for index in np.ndindex(lead) for group in groups]
         return found
 
     def seen(self, paths: Sequence[str], later: Collection[str]) -> dict[str, jax.Array]:
@@ -142,10 +144,6 @@ class _Twins:
 def _kind(batch: Any) -> Any:
     shapes = [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(batch)]
     return jax.tree.structure(batch), shapes
-
-
-def _indices(dense: Mapping[str, Array], paths: Sequence[str]) -> list[tuple[int, ...]]:
-    return list(np.ndindex(dense[paths[0]].shape[:-2]))
 
 
 def _both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
