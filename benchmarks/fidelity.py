@@ -7,8 +7,10 @@
 Run it from the root of the repository. `docs/fidelity.md` describes the measurements.
 """
 
+import functools
 import json
 import math
+import operator
 import pathlib
 import re
 import sys
@@ -38,6 +40,7 @@ REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the table and the pl
 ONLY = flags.DEFINE_string(
     "cases", "", "A regular expression: only cases whose name it is found in."
 )
+COSINE = flags.DEFINE_bool("cosine", True, "Whether to score MiniLM.")
 PERPLEXITY = flags.DEFINE_bool("perplexity", True, "Whether to score SmolLM2 as well.")
 
 LINEAR = r"bert/layer_.*/w"
@@ -53,20 +56,21 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure() -> None:
-    """Scores all cases, and writes the results after each."""
-    encoder = Encoder()
+    """Scores all cases, and writes the results after each; with `--cases`, into the recorded ones."""
+    encoder = Encoder() if COSINE.value else None
     language = Language() if PERPLEXITY.value else None
     results: dict[str, Any] = (
         json.loads(report.RESULTS.read_text()) if ONLY.value else dict(cases={})
     )
-    results["dense"] = encoder.score(encoder.params) | (language.score(None) if language else {})
+    models = [model for model in (encoder, language) if model is not None]
+    old = results.setdefault("dense", {})
+    results["dense"] = functools.reduce(operator.or_, [m.score(m.params) for m in models], old)
     chosen = {name: case for name, case in report.CASES.items() if re.search(ONLY.value, name)}
     for name, (options, method) in (progress := tqdm(chosen.items())):
         progress.set_description(name)
-        record = encoder.case(options, method)
-        if language is not None:
-            record |= language.case(options, method)
-        results["cases"][name] = record
+        old = results["cases"].get(name, {})
+        new = [model.case(options, method) for model in models]
+        results["cases"][name] = functools.reduce(operator.or_, new, old)
         result_files.write(results, report.RESULTS)
 
 
@@ -89,9 +93,15 @@ class Inputs:
     """The inputs of a model's weights, with the statistics that each method needs."""
 
     def __init__(self, apply: Any, params: Params, batches: list[Any], targets: str) -> None:
-        self.params, self.targets = params, targets
-        self.moments = hki.input_moments(apply, params, batches, targets=targets)
-        self.maxima = hki.input_maxima(apply, params, batches, targets=targets)
+        self.params, self.targets, self.model = params, targets, (apply, batches)
+
+    @functools.cached_property
+    def moments(self) -> dict[str, jax.Array]:
+        return hki.input_moments(self.model[0], self.params, self.model[1], targets=self.targets)
+
+    @functools.cached_property
+    def maxima(self) -> dict[str, jax.Array]:
+        return hki.input_maxima(self.model[0], self.params, self.model[1], targets=self.targets)
 
     def quantized(self, options: dict[str, Any], method: str | None) -> tuple[Params, Params]:
         """Returns the parameters with these weights quantized, and the parameters to score."""
@@ -99,7 +109,11 @@ class Inputs:
             new = hki.quantize_params(self.params, targets=self.targets, **options)
         else:
             inputs = self.maxima if method == "smoothquant" else self.moments
-            new = hki.quantize_with_inputs(self.params, inputs, method=method, **options)
+            method, carried, _ = method.partition(", in order")
+            carry = self.model if carried else None
+            new = hki.quantize_with_inputs(
+                self.params, inputs, method=method, carry=carry, **options
+            )
         # With quantized activations, the dense weights would not score the model.
         return new, new if "activation" in options else hki.materialize(new)
 
@@ -110,8 +124,8 @@ class Encoder:
     def __init__(self) -> None:
         config, _, self.params = hub.load(minilm.fetch())
         files = [smollm.fetch(s) for s in (minilm.TOKENIZER, minilm.DOCUMENTS, minilm.SIMILARITIES)]
-        model = hk.transform(lambda *x: bert.embed_sentences(config, *x))
-        self.apply = jax.jit(hki.use_implicit_args(hk.without_apply_rng(model).apply))
+        model = hk.without_apply_rng(hk.transform(lambda *x: bert.embed_sentences(config, *x)))
+        self.apply = jax.jit(hki.use_implicit_args(model.apply))
         self.batch = minilm.tokenize(files[0], minilm.read_documents(files[1]), 256)
         self.similarities = minilm.read_similarities(files[2])
         self.dense = np.asarray(self.apply(self.params, *self.batch))
@@ -170,9 +184,8 @@ class Language:
             return {}
         return self.score(self.inputs.quantized(options, method)[1])
 
-    def score(self, params: Params | None) -> dict[str, float]:
+    def score(self, params: Params) -> dict[str, float]:
         """Returns the perplexity of the held-out text."""
-        params = self.params if params is None else params
         return dict(perplexity=math.exp(float(self.loss(params, self.heldout))))
 
 

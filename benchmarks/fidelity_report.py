@@ -81,6 +81,12 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "int4, 64, GPTQ": (dict(dtype="int4", group_size=64, calibration="mse", **BF16), "gptq"),
     "nf4, 64, GPTQ": (dict(dtype="nf4", group_size=64, calibration="mse", **BF16), "gptq"),
     "int3, 64, GPTQ": (dict(dtype="int3", group_size=64, calibration="mse", **BF16), "gptq"),
+    "nf4, 64, GPTQ in order": (
+        dict(dtype="nf4", group_size=64, calibration="mse", **BF16), "gptq, in order",
+    ),
+    "int3, 64, GPTQ in order": (
+        dict(dtype="int3", group_size=64, calibration="mse", **BF16), "gptq, in order",
+    ),
     "int4, 64, AWQ": (dict(dtype="int4", group_size=64, calibration="mse", **BF16), "awq"),
     "int4, 64, AWQ and GPTQ": (
         dict(dtype="int4", group_size=64, calibration="mse", **BF16), "awq+gptq",
@@ -142,8 +148,10 @@ MAIN = (
     "int3, 32, zero point, double, mse",
     "int2, 32, zero point, double, mse",
     "nf4, 64, GPTQ",
+    "nf4, 64, GPTQ in order",
     "int4, 64, AWQ",
     "int3, 64, GPTQ",
+    "int3, 64, GPTQ in order",
     "int3, 64, rotated, GPTQ",
     "trellis4, LDLQ",
     "trellis3, LDLQ",

@@ -67,6 +67,7 @@ from haiku_implicit.params.creators import (
     zeros_getter,
 )
 from haiku_implicit.params.edits import quantize_activations, quantize_params, zero_params
+from haiku_implicit.params.folding import fold_parameters
 from haiku_implicit.params.haiku.frozen import freeze
 from haiku_implicit.params.haiku.hooks import creator, getter
 from haiku_implicit.params.haiku.transformed import transform_implicit
@@ -136,6 +137,7 @@ __all__ = [
     "input_moments",
     "input_maxima",
     "quantize_with_inputs",
+    "fold_parameters",
     "creator",
     "getter",
     "lora_creator",

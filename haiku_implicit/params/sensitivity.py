@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,15 +19,14 @@ from haiku_implicit.core.messages import text_table
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import tree_map_with_implicit
 from haiku_implicit.core.typing import Array, Params
+from haiku_implicit.params import knapsack
 from haiku_implicit.params.edits import quantize_params
-from haiku_implicit.params.quantizing.calibrated import (
-    arguments_of,
-    inputs_of,
-    parsed,
-    quantize_with_inputs,
-)
+from haiku_implicit.params.quantizing.calibrated import Carry, parsed, quantize_by
+from haiku_implicit.params.quantizing.observing import Model, arguments_of, inputs_of
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
+from haiku_implicit.params.trees.options import QuantizeOptions
+from haiku_implicit.quantized.matrix import QuantizeArguments
 
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -47,6 +47,23 @@ class WeightCost(NamedTuple):
     error: float
     nbytes: int
     dense_nbytes: int
+
+
+class Allocation(dict[str, str]):
+    """The name of an option for each path, and how good the choice is.
+
+    Attributes:
+      error: the relative error of the outputs, from the errors of single weights.
+      bound: an error that no choice within the bytes can be below (a Lagrangian bound). If both are
+        equal, the choice is the best one.
+      nbytes: the bytes of all parameters.
+    """
+
+    def __init__(
+        self, chosen: Mapping[str, str], *, error: float, bound: float, nbytes: int
+    ) -> None:
+        super().__init__(chosen)
+        self.error, self.bound, self.nbytes = error, bound, nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +93,11 @@ class Sensitivity:
         ]
         return text_table(("path", "option", "error", "bytes", "of dense bytes"), cells, numbers=3)
 
-    def allocate(self, nbytes: int) -> dict[str, str]:
+    def allocate(self, nbytes: int) -> Allocation:
         """Chooses a format for each weight, so that all parameters take at most `nbytes` bytes.
 
-        It starts with dense weights, which have the least error. Until the parameters fit, it takes the
-        step that adds the least squared error per byte saved. The squared errors of weights are assumed
-        to add up, as for independent errors.
+        It has the least sum of squared errors, which are assumed to add up, as those of independent
+        errors do. (An integer program; `Allocation` says how near it came to the optimum.)
 
         Args:
           nbytes: the bytes for the whole tree, which are those that `summary` counts.
@@ -96,7 +112,7 @@ class Sensitivity:
         for row in self.rows:
             own = ways.setdefault(row.path, [(None, 0.0, row.dense_nbytes)])
             if not math.isnan(row.error):  # NaN: the outputs with this format are not finite
-                own.append((row.option, row.error, row.nbytes))
+                own.append((row.option, row.error**2, row.nbytes))
         least = sum(min(size for _, _, size in own) for own in ways.values())
         left = nbytes - self.other_nbytes
         if least > left:
@@ -105,52 +121,56 @@ class Sensitivity:
                 f"the other parameters {self.other_nbytes:,}, together more than {nbytes:,}; give a "
                 "smaller format among the options"
             )
-        chosen = {path: own[0] for path, own in ways.items()}
-        while sum(size for _, _, size in chosen.values()) > left:
-            steps = [
-                (path, way) for path, own in ways.items() for way in own if way[2] < chosen[path][2]
-            ]
-            path, way = min(steps, key=lambda step: _price(chosen[step[0]], step[1]))
-            chosen[path] = way
-        return {path: way[0] for path, way in chosen.items() if way[0] is not None}
+        items = [[way[1:] for way in own] for own in ways.values()]
+        picks = knapsack.least_cost(items, left)
+        taken = {path: own[i] for (path, own), i in zip(ways.items(), picks, strict=True)}
+        _, squares, sizes = zip(*taken.values(), strict=True)
+        return Allocation(
+            {path: option for path, (option, _, _) in taken.items() if option is not None},
+            error=math.sqrt(sum(squares)),
+            bound=math.sqrt(max(knapsack.lower_bound(items, left), 0)),
+            nbytes=sum(sizes) + self.other_nbytes,
+        )
 
-    def quantize(self, params: Params, chosen: Mapping[str, str]) -> Params:
+    def quantize(
+        self, params: Params, chosen: Mapping[str, str] | int, *, carry: Carry | None = None
+    ) -> Params:
         """Quantizes each weight to its chosen format, by the method of `sensitivity`.
 
         Args:
           params: the parameters given to `sensitivity`.
-          chosen: the result of `allocate`, or a mapping like it.
+          chosen: the bytes for the whole tree, as for `allocate`; or the result of it, or a mapping
+            like it.
+          carry: as for `quantize_with_inputs`, of the weights that have inputs.
 
         Raises:
           ValueError: for an option or a parameter that does not exist.
         """
+        if isinstance(chosen, int):
+            chosen = self.allocate(chosen)
         for name in dict.fromkeys(chosen.values()):
             if name not in self.options:
                 raise ValueError(f"chosen: expected options of {[*self.options]}, got {name!r}")
-            paths = [path for path, option in chosen.items() if option == name]
-            params = self._quantized(params, paths, self.options[name])
-        return params
+        return self._quantized(params, chosen, carry)
 
     def _quantized(
-        self, params: Params, paths: Sequence[str], options: Mapping[str, Any]
+        self, params: Params, chosen: Mapping[str, str], carry: Carry | None = None
     ) -> Params:
         """Quantizes weights with their inputs, if these are known, and the others to the nearest."""
         axes = self.matrix_axes or {}  # which also says that other weights are stacks
-        known = {path: self.inputs[path] for path in paths if path in self.inputs}
-        rest = [path for path in paths if path not in self.inputs]
-        if self.method is not None and known:
-            own: Any = {"dtype": "int8", **options}
-            params = quantize_with_inputs(
-                params, known, method=self.method, matrix_axes=axes, **own
-            )
-        if not rest:
+        for name, own in self.options.items():
+            rest = [path for path in chosen if chosen[path] == name and path not in self.inputs]
+            if rest:
+                params = quantize_params(params, targets=rest, matrix_axes=axes, **own)
+        known = {path: self.inputs[path] for path in chosen if path in self.inputs}
+        if self.method is None or not known:
             return params
-        return quantize_params(params, targets=rest, matrix_axes=axes, **options)
-
-
-def _price(old: tuple[Any, float, int], new: tuple[Any, float, int]) -> float:
-    """The squared error that a step adds per byte saved."""
-    return (new[1] ** 2 - old[1] ** 2) / (old[2] - new[2])
+        default: QuantizeArguments = dict(dtype="int8", calibration="mse")
+        hows: dict[str, QuantizeOptions] = {
+            name: QuantizeOptions.of(own, default, rules=False)  # type: ignore[arg-type]
+            for name, own in self.options.items()
+        }
+        return quantize_by(lambda p: hows[chosen[p.path]], params, known, self.method, carry, axes)
 
 
 def sensitivity(
@@ -163,10 +183,12 @@ def sensitivity(
     exclude: Targets | None = None,
     matrix_axes: MatrixAxesOf | None = None,
     method: str | None = None,
+    probes: int | None = None,
 ) -> Sensitivity:
     """Measures how much the model's outputs change when one weight is quantized.
 
-    It runs the model once for each weight, format and batch, from one compiled program.
+    It runs the model once for each weight, format and batch, from one compiled program. With `probes`
+    it runs the model and its gradient once for each probe and batch, for any number of weights.
 
     Args:
       apply: `apply(params, *batch)`, the model, which need not be wrapped; its outputs are compared.
@@ -178,6 +200,9 @@ def sensitivity(
       targets, exclude, matrix_axes: the weights to quantize, as for `quantize_params`.
       method: 'gptq', 'awq' or another method of `quantize_with_inputs`, which then rounds each weight
         that has inputs in these batches. None: all weights are rounded to the nearest.
+      probes: a number of gradients of random sums of the outputs, from which all errors are estimated
+        to first order in the changes of weights. The squared errors scatter by √(2 / probes), 16 are
+        enough to choose formats. None: errors are measured.
 
     Returns:
       The errors, the largest first, with the methods `allocate` and `quantize` that use them.
@@ -192,7 +217,7 @@ def sensitivity(
       >>> params = model.init(jax.random.key(1), x)
       >>> formats = {'int8': dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}
       >>> found = hki.sensitivity(model.apply, params, [x], formats)
-      >>> small = found.quantize(params, found.allocate(6_000))
+      >>> small = found.quantize(params, 6_000)
       >>> hki.summary(small).total.nbytes <= 6_000
       True
     """
@@ -208,15 +233,20 @@ def sensitivity(
     inputs: dict[str, jax.Array] = {}
     if method is not None:
         every = {path for own in chosen.values() for path in own}
-        inputs = inputs_of(parsed(method)[0].needed, apply, params, given, every, choice)
+        model = Model(apply, params, matrix_axes)
+        inputs = inputs_of(parsed(method)[0].needed, model, given, every)
     plan = Sensitivity((), options, matrix_axes, 0, method, inputs)
     stored = {
-        name: _dense_values(plan._quantized(params, own, options[name]))
+        name: _dense_values(plan._quantized(params, dict.fromkeys(own, name)))
         for name, own in chosen.items()
     }
     dense = _dense_values(params)
     paths = [path for path in dense if any(path in own for own in chosen.values())]
-    errors = _errors(apply, tree_map_with_implicit(tensor_of, params), given, stored, paths)
+    tensors = tree_map_with_implicit(tensor_of, params)
+    if probes is None:
+        errors = _errors(apply, tensors, given, stored, paths)
+    else:
+        errors = _probed(apply, tensors, given, stored, probes)
     rows = [
         WeightCost(path, name, error, stored[name][path].nbytes, dense[path].nbytes)
         for (path, name), error in errors.items()
@@ -278,3 +308,55 @@ def _errors(
                 change, size = (float(sum(column)) for column in zip(*sums, strict=True))
                 found[path, name] = math.sqrt(change / size) if size else math.inf
     return found
+
+
+def _probed(
+    apply: Callable[..., Any],
+    params: Params,
+    batches: Sequence[tuple[Any, ...]],
+    stored: Mapping[str, Mapping[str, Any]],
+    probes: int,
+) -> dict[tuple[str, str], float]:
+    """`_errors` from gradients: the mean of `(vᵀ J Δw)²` over normal v is `‖J Δw‖²`."""
+    quantized = {
+        name: {path: w for path, w in own.items() if is_implicit(w)} for name, own in stored.items()
+    }
+    paths = {path for own in quantized.values() for path in own}
+
+    @jax.jit
+    def squares(params: Params, quantized: Any, batch: Any, key: Array) -> Any:
+        """The squares of the change of a random sum of the outputs, and of the outputs."""
+        weights = {path: w for path, w in trees.values_of(params).items() if path in paths}
+
+        def outputs(weights: Mapping[str, Array]) -> list[Array]:
+            new = trees.map_parameters(lambda p: weights.get(p.path, p.value), params)
+            leaves = jax.tree.leaves(apply(new, *batch))
+            return [y.astype(jnp.float32) for y in leaves if jnp.issubdtype(y.dtype, jnp.inexact)]
+
+        own, gradient = jax.vjp(outputs, weights)
+        keys = jax.random.split(key, len(own))
+        (slopes,) = gradient(
+            [jax.random.normal(k, y.shape) for k, y in zip(keys, own, strict=True)]
+        )
+
+        def change(path: str, w: Any) -> Array:
+            difference = materialize_array(w).astype(jnp.float32) - weights[path]
+            return jnp.square(jnp.vdot(slopes[path], difference))
+
+        changes = {
+            name: {path: change(path, w) for path, w in of.items()}
+            for name, of in quantized.items()
+        }
+        return changes, sum(jnp.square(y).sum() for y in own)
+
+    totals: list[Any] = []
+    with progress.bar("probes", probes * len(batches)) as run:
+        for i, batch in enumerate(itertools.chain(*itertools.repeat(batches, probes))):
+            key = jax.random.fold_in(jax.random.key(0), i)
+            totals.append(run("", squares, params, quantized, batch, key))
+    changes, size = jax.tree.map(lambda *x: float(sum(x)), *totals)
+    return {
+        (path, name): math.sqrt(change / size) if size else math.inf
+        for name, of in changes.items()
+        for path, change in of.items()
+    }

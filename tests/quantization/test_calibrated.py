@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from haiku_implicit.params.quantizing import carried
 from haiku_implicit.quantization import QuantRule
 from haiku_implicit.quantized.numbers import gptq
 from tests.random_arrays import numpy_normal as normal
@@ -243,3 +244,130 @@ def test_rules_in_place_of_options():
     static = QuantRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
     with pytest.raises(ValueError, match="a/w .*act_static_scale has no form"):
         hki.quantize_with_inputs(params, inputs, rules=[static])
+
+
+# --- errors that reach later weights --------------------------------------------------------------
+
+
+def two_layers(x):
+    return hk.Linear(3, with_bias=False, name="b")(
+        jnp.tanh(hk.Linear(8, with_bias=False, name="a")(x))
+    )
+
+
+def carried_by_definition(dense, quantized, w):
+    """The moments of inputs, and the weight that takes up their errors."""
+    moments = quantized.T @ quantized
+    damped = moments + gptq.DAMPING * np.trace(moments) / 8 * np.eye(8, dtype=np.float32)
+    made_up = np.linalg.solve(damped, quantized.T @ (dense - quantized) @ w)
+    return jnp.asarray(moments), w + carried.STRENGTH * made_up
+
+
+def test_a_later_weight_makes_up_for_the_errors_of_an_earlier_one():
+    """By the definition: moments of the quantized model, and `X̃ (w + δ)` near `X w`."""
+    t = hk.without_apply_rng(hk.transform(two_layers))
+    batches, how = [correlated(24, 8), correlated(8, 8)], dict(dtype="int2", calibration="absmax")
+    params = t.init(jax.random.key(0), batches[0])
+    inputs = hki.input_moments(t.apply, params, batches)
+    plain = hki.quantize_with_inputs(params, inputs, **how)
+    new = hki.quantize_with_inputs(params, inputs, carry=(t.apply, batches), **how)
+    x, (a, b) = np.concatenate(batches), (params[name]["w"] for name in "ab")
+    close(hki.materialize(new["a"]["w"]), hki.materialize(plain["a"]["w"]))
+    dense, quantized = np.tanh(x @ a), np.tanh(x @ hki.materialize(new["a"]["w"]))
+    moments, w = carried_by_definition(dense, quantized, b)
+    own = {"b": {"w": w}}
+    want = hki.quantize_with_inputs(own, {"b/w": moments}, **how)
+    close(hki.materialize(new["b"]["w"]), hki.materialize(want["b"]["w"]))
+    assert not np.allclose(hki.materialize(new["b"]["w"]), hki.materialize(plain["b"]["w"]))
+
+
+def block(x, name=""):
+    h = jnp.tanh(hk.Linear(8, name=name + "z")(x)) * hk.Linear(8, name=name + "y")(x)
+    return x + hk.remat(hk.Linear(8, name=name + "a"))(h)
+
+
+def test_stacked_layers_are_quantized_as_separate_ones():
+    def separate(x):
+        return block(block(x, "p"), "q")
+
+    one = hk.without_apply_rng(hk.transform(separate))
+    two = hk.without_apply_rng(hk.transform(hk.experimental.layer_stack(2)(block)))
+    x = correlated(32, 8)
+    params = one.init(jax.random.key(0), x)
+    stack = jax.tree.map(
+        lambda *w: jnp.stack(w), *({c: params[i + c] for c in "zya"} for i in "pq")
+    )
+    stack = {f"__layer_stack_no_per_layer/{c}": own for c, own in stack.items()}
+
+    def quantized(t, params):
+        inputs = hki.input_moments(t.apply, params, [x])
+        options = dict(dtype="int4", calibration="absmax", scale_dtype="bfloat16")
+        return hki.quantize_with_inputs(params, inputs, carry=(t.apply, [(x,)]), **options)
+
+    own, stacked = quantized(one, params), quantized(two, stack)
+    for c in "zya":
+        got = hki.materialize(stacked[f"__layer_stack_no_per_layer/{c}"]["w"])
+        close(got, np.stack([hki.materialize(own[i + c]["w"]) for i in "pq"]))
+    out = jax.jit(hki.transform_implicit(two).apply)(stacked, x)
+    close(out, two.apply(hki.materialize(stacked), x))
+
+
+def test_a_shared_weight_and_a_loop():
+    """A weight that is used before and after another one, in a branch of a loop."""
+
+    def shared(x):
+        first = hk.Linear(8, name="first")
+        h = hk.Linear(8, name="second")(jnp.tanh(first(x)))
+        w = hk.get_parameter("w", (8, 8), init=hk.initializers.RandomNormal(0.3))
+
+        def loop(h, i):
+            return jax.lax.cond(i > 0, lambda h: jnp.tanh(h @ w), jnp.sin, h), None
+
+        return jax.lax.scan(loop, first(h), jnp.arange(3))[0]
+
+    t = hk.without_apply_rng(hk.transform(shared))
+    x = correlated(64, 8)
+    params = t.init(jax.random.key(0), x)
+    inputs = hki.input_moments(t.apply, params, [x])
+    assert set(inputs) == {"first/w", "second/w", "~/w"}
+
+    def error(**more):
+        new = hki.quantize_with_inputs(params, inputs, dtype="int3", **more)
+        return float(jnp.linalg.norm(t.apply(hki.materialize(new), x) - t.apply(params, x)))
+
+    assert error(carry=(t.apply, [x])) < 0.9 * error()
+
+
+def test_a_stack_beside_a_matrix_with_the_same_inputs():
+    def apply(params, x):
+        own = params["m"]
+        return jnp.tanh(x @ own["a"]) + x @ own["stack"][0] @ own["stack"][1]
+
+    own = {"a": normal((8, 8)), "stack": normal((2, 8, 8), 1)}
+    params, x = {"m": jax.tree.map(jnp.asarray, own)}, correlated(32, 8)
+    inputs = hki.input_moments(apply, params, [x], matrix_axes={})
+
+    how = dict(matrix_axes={}, dtype="int4", calibration="absmax")
+    plain = hki.materialize(hki.quantize_with_inputs(params, inputs, **how))["m"]
+    new = hki.quantize_with_inputs(params, inputs, carry=(apply, [x]), **how)
+    got, w = hki.materialize(new)["m"], own["stack"]
+    close(got["a"], plain["a"])
+    close(got["stack"][0], plain["stack"][0])
+    moments, changed = carried_by_definition(x @ w[0], x @ got["stack"][0], w[1])
+    want = hki.quantize_with_inputs({"m": {"w": changed}}, {"m/w": moments}, **how)
+    close(got["stack"][1], hki.materialize(want)["m"]["w"])
+    assert not np.allclose(got["stack"][1], plain["stack"][1])
+
+
+def test_errors_of_carry():
+    t = hk.without_apply_rng(hk.transform(two_layers))
+    params = t.init(jax.random.key(0), normal((1, 8)))
+    inputs = {"a/w": jnp.eye(8)}
+    with pytest.raises(ValueError, match="carry: expected at least one batch, got none"):
+        hki.quantize_with_inputs(params, inputs, carry=(t.apply, []))
+    with pytest.raises(ValueError, match="carry: 'smoothquant' rounds without"):
+        maxima = {"a/w": jnp.ones(8)}
+        how = dict(method="smoothquant", activation="int8", carry=(t.apply, [normal((1, 8))]))
+        hki.quantize_with_inputs(params, maxima, **how)
+    with pytest.raises(ValueError, match="carry: the model does not use .* a/w"):
+        hki.quantize_with_inputs(params, inputs, carry=(lambda p, x: x, [normal((1, 8))]))

@@ -79,13 +79,26 @@ def test_formats_within_a_number_of_bytes(params):
         chosen = found.allocate(budget + others)
         nbytes, error = cost([chosen.get(path) for path in WEIGHTS])
         best = min(e for n, e in everything if n <= budget)
-        # Greedy steps need not end at the best of all, but not far from it for these few.
-        assert nbytes <= budget and error <= 4 * best + 1e-12
-        small = found.quantize(params, chosen)
+        assert nbytes <= budget and error == pytest.approx(best)
+        assert chosen.nbytes == nbytes + others and chosen.error**2 == pytest.approx(best)
+        assert chosen.bound**2 <= best * (1 + 1e-6)
+        small = found.quantize(params, budget + others)
         held = {row.path: row.nbytes for row in hki.summary(small).rows}
         assert sum(held[path] for path in WEIGHTS) == nbytes
         assert hki.summary(small).total.nbytes == nbytes + others <= budget + others
     assert found.allocate(1_600 + others)[WEIGHTS[1]] != "int4", "the worst weight keeps its bits"
+
+
+def test_errors_from_gradients(params):
+    """They scatter around the measured ones, which are small enough to be of first order."""
+    options = {"int8": OPTIONS["int8"], "int6": dict(dtype="int6", group_size=16)}
+    measured = hki.sensitivity(MODEL.apply, params, X, options)
+    probed = hki.sensitivity(MODEL.apply, params, X, options, probes=200)
+    known = {row[:2]: row for row in measured.rows}
+    assert len(probed.rows) == len(known) == 6
+    for row in probed.rows:
+        assert row.nbytes == known[row[:2]].nbytes
+        np.testing.assert_allclose(row.error, known[row[:2]].error, rtol=0.25)
 
 
 def test_views_of_matrices(params):

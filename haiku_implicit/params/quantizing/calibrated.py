@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from haiku_implicit.arrays.scaled import ScaledMatrix
-from haiku_implicit.core import progress
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.transform import tree_leaves_with_implicit, use_implicit_args
 from haiku_implicit.core.typing import Array, Params, SameTree
+from haiku_implicit.params.quantizing import carried
+from haiku_implicit.params.quantizing.observing import Model, arguments_of, inputs_of
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import QuantizeOptions
@@ -27,9 +25,10 @@ from haiku_implicit.params.trees.selection import describe, errors_name
 from haiku_implicit.quantized.matrix import QuantizeArguments
 from haiku_implicit.quantized.numbers import channel_scales, formats, options, scales
 from haiku_implicit.quantized.products.rules import QuantRule
-from haiku_implicit.quantized.types import observed
-from haiku_implicit.quantized.types.observed import Observed
 from haiku_implicit.quantized.types.trellis import BITS
+
+# A model, `apply(params, *batch)`, and its batches.
+Carry = tuple[Callable[..., Any], Iterable[Any]]
 
 
 def input_moments(
@@ -114,18 +113,6 @@ def input_maxima(
     return _seen("maxima", apply, params, batches, choice)
 
 
-def arguments_of(batch: Any) -> tuple[Any, ...]:
-    """The arguments of a model for a batch: those of a tuple or a list, or the batch alone."""
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-
-
-# The statistics by which methods quantize, and how two batches' are joined.
-_STATISTICS: dict[str, tuple[observed.Statistic, Callable[..., jax.Array]]] = {
-    "moments": (observed.MOMENTS, jnp.add),
-    "maxima": (observed.MAXIMA, jnp.maximum),
-}
-
-
 def _seen(
     needed: str,
     apply: Callable[..., Any],
@@ -139,55 +126,9 @@ def _seen(
     marks = trees.marks_of(parameters, choice, weights)
     trees.warn_of_others(parameters, marks, choice, of_each="a statistic")
     paths = [p.path for p in itertools.compress(parameters, marks)]
-    seen = inputs_of(needed, apply, params, batches, paths, choice)
+    seen = inputs_of(needed, Model(apply, params, choice.matrix_axes), batches, paths)
     _warn_of_unseen([path for path in paths if path not in seen], len(paths))
     return seen
-
-
-def inputs_of(
-    needed: str,
-    apply: Callable[..., Any],
-    params: Params,
-    batches: Iterable[Any],
-    paths: Collection[str],
-    choice: trees.Choice,
-) -> dict[str, jax.Array]:
-    """A statistic of the inputs of each chosen weight that has inputs, joined over the batches."""
-    statistic, join = _STATISTICS[needed]
-    own = (p for p in trees.parameters_of(params) if p.path in paths)
-    shapes = {p.path: choice.opened(p).value.shape for p in own}
-
-    def total(sums: dict[str, jax.Array], batch: Sequence[Any]) -> jax.Array:
-        def observed_weight(parameter: trees.Parameter) -> Array:
-            path, value = parameter.path, parameter.value
-            return Observed(value, sums[path], statistic) if path in sums else value
-
-        make = trees.on_matrix(observed_weight, choice.matrix_axes)
-        observing = trees.map_parameters(make, params)
-        return _total(use_implicit_args(apply)(observing, *batch))
-
-    zeros = {
-        path: jnp.zeros((*shape[:-2], *statistic.shape(shape[-2])), jnp.float32)
-        for path, shape in shapes.items()
-    }
-    step = jax.jit(lambda *args: jax.tree.map(statistic.read, jax.grad(total)(*args)))
-    found = None
-    with progress.bar("calibration batches", operator.length_hint(batches) or None) as run:
-        for batch in batches:
-            new = run("", step, zeros, arguments_of(batch))
-            found = new if found is None else jax.tree.map(join, found, new)
-    if found is None:
-        raise ValueError("batches: expected at least one, got none")
-    return {path: x for path, x in found.items() if bool((x != 0).any())}
-
-
-def _total(outputs: Any) -> jax.Array:
-    """The sum of all floating outputs, as a scalar to differentiate."""
-    leaves = tree_leaves_with_implicit(outputs)
-    floating = [y for y in leaves if jnp.issubdtype(y.dtype, np.inexact)]
-    if not floating:
-        raise ValueError("apply: expected floating outputs, got none")
-    return sum((jnp.sum(y).astype(jnp.float32) for y in floating), jnp.float32(0))
 
 
 def _warn_of_unseen(unseen: list[str], count: int) -> None:
@@ -207,6 +148,7 @@ def quantize_with_inputs(
     inputs: dict[str, jax.Array],
     *,
     method: str = "gptq",
+    carry: Carry | None = None,
     rules: Sequence[QuantRule] | None = None,
     matrix_axes: MatrixAxesOf | None = None,
     **options: Unpack[QuantizeArguments],
@@ -223,6 +165,12 @@ def quantize_with_inputs(
         multiplies as 'awq' and rounds as 'gptq'. 'smoothquant', or 'smoothquant,α' (0.5), multiplies
         channels by max|x|^α / max|w|^(1−α), which moves outliers of the activations into the weight
         (arXiv:2211.10438).
+      carry: the model and the batches given to `input_moments`, `(apply, batches)`, for less error of
+        the whole model. Weights are then quantized in the order of their use, each for its inputs in
+        the model with the earlier ones quantized, and makes up for a part of the errors of these
+        inputs (arXiv:2504.09629). The model runs twice, side by side in one program (under `vmap`), and
+        a stack of L layers L times for each of its weights. None: each weight is quantized as if all
+        others were dense.
       rules: as for `quantize_params`, instead of all options except `scale_dtype`. Weights without a
         quantizing rule stay dense.
       matrix_axes: the `matrix_axes` given to `input_moments` or `input_maxima`.
@@ -255,35 +203,78 @@ def quantize_with_inputs(
       >>> error(hki.quantize_with_inputs(params, inputs, method='awq')) < 0.9 * rounded
       True
     """
-    chosen, numbers = parsed(method)
+    chosen, _ = parsed(method)
     default: QuantizeArguments = dict(dtype="int4", calibration="mse")
     if options.get("dtype") in BITS:
         default = {}
     how = QuantizeOptions.of(options, default, rules=rules is not None)
-    if how.axis != -2:
-        raise ValueError(f"axis: the inputs are those of axis -2, got {how.axis}")
-    if how.is_rotated and chosen is not _METHODS["gptq"]:
-        raise ValueError(f"method: expected 'gptq' for weights that are rotated, got {method!r}")
     if rules is not None:
         rules = trees.checked_rules(rules)
     elif chosen.needed == "maxima":
         _check_activation(method, how)
+
+    def how_of(parameter: trees.Parameter) -> QuantizeOptions | None:
+        return how if rules is None else _how_by_rule(rules, parameter, how)
+
+    return quantize_by(how_of, params, inputs, method, carry, matrix_axes)
+
+
+def quantize_by(
+    how_of: Callable[[trees.Parameter], QuantizeOptions | None],
+    params: Params,
+    inputs: Mapping[str, jax.Array],
+    method: str,
+    carry: Carry | None,
+    matrix_axes: MatrixAxesOf | None,
+) -> Params:
+    """Quantizes each weight that `inputs` names by its own options; None leaves it dense."""
+    chosen, numbers = parsed(method)
     paths = [parameter.path for parameter in trees.parameters_of(params)]
     _check_paths(inputs, paths, chosen.needed)
 
-    def quantized(parameter: trees.Parameter) -> Array:
+    def quantized(parameter: trees.Parameter, inputs: jax.Array) -> Array:
         path, value = parameter.path, parameter.value
-        _check_inputs(path, value, inputs[path], chosen.needed)
+        _check_inputs(path, value, inputs, chosen.needed)
         with errors_name(path, value), jax.numpy_dtype_promotion("standard"):
-            own = how if rules is None else _how_by_rule(rules, parameter, how)
+            own = how_of(parameter)
             if own is None:
                 return value
+            if own.axis != -2:
+                raise ValueError(f"axis: the inputs are those of axis -2, got {own.axis}")
+            if own.is_rotated and chosen is not _METHODS["gptq"]:
+                raise ValueError(
+                    f"method: expected 'gptq' for weights that are rotated, got {method!r}"
+                )
             if chosen.needed == "maxima":
                 _check_activation(method, own)
-            return chosen.quantize(value, inputs[path], own, *numbers)
+            return chosen.quantize(value, inputs, own, *numbers)
+
+    known: Mapping[str, Array] = {}
+    if carry is not None:
+        known = _carried(quantized, Model(carry[0], params, matrix_axes), carry[1], inputs, chosen)
+
+    def made(parameter: trees.Parameter) -> Array:
+        path = parameter.path
+        return known[path] if path in known else quantized(parameter, inputs[path])
 
     marks = [path in inputs for path in paths]
-    return trees.map_marked(params, marks, trees.on_matrix(quantized, matrix_axes))
+    return trees.map_marked(params, marks, trees.on_matrix(made, matrix_axes))
+
+
+def _carried(
+    quantized: carried.Quantize,
+    model: Model,
+    batches: Iterable[Any],
+    inputs: Mapping[str, jax.Array],
+    method: _Method,
+) -> dict[str, Array]:
+    """The weights that are quantized in the order of their use."""
+    if method.needed != "moments":
+        raise ValueError("carry: 'smoothquant' rounds without the moments of inputs")
+    given = [arguments_of(batch) for batch in batches]
+    if not given:
+        raise ValueError("carry: expected at least one batch, got none")
+    return carried.quantized_in_order(quantized, model, given, inputs)
 
 
 def _check_paths(inputs: Collection[str], paths: Sequence[str], needed: str) -> None:

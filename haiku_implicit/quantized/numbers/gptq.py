@@ -126,11 +126,16 @@ def _rounded(
     return jax.lax.scan(step, w, (jnp.arange(len(w)), held, factor))[1]
 
 
+def damped(moments: jax.Array) -> jax.Array:
+    """Moments in units of the inputs' mean square, with `DAMPING` added to each square."""
+    mean = jnp.trace(moments) / len(moments)
+    unit = jnp.eye(len(moments), dtype=moments.dtype)
+    return moments / jnp.where(mean > 0, mean, 1) + DAMPING * unit
+
+
 def _inverse_factor(moments: jax.Array) -> jax.Array:
     """Returns the upper Cholesky factor U of the inverse of the damped moments, UᵀU."""
-    size = len(moments)
-    mean = jnp.trace(moments) / size
-    damped = moments / jnp.where(mean > 0, mean, 1) + DAMPING * jnp.eye(size, dtype=moments.dtype)
     # From the factor of the moments in reverse order: this inverts only a triangle, not a matrix.
-    lower = jnp.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]  # upper: damped = lower lowerᵀ
-    return jax.scipy.linalg.solve_triangular(lower, jnp.eye(size, dtype=moments.dtype), lower=False)
+    upper = jnp.linalg.cholesky(damped(moments)[::-1, ::-1])[::-1, ::-1]  # damped = upper upperᵀ
+    unit = jnp.eye(len(moments), dtype=moments.dtype)
+    return jax.scipy.linalg.solve_triangular(upper, unit, lower=False)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,16 @@ class Statistic(NamedTuple):
 
     Attributes:
       shape: from the number of inputs `n` to the shape of the sum.
-      of: from the inputs `[b, n]` of one use, float32, to a term of the sum.
+      of: from the inputs `[b, n]` of one use, or arrays made of them, float32, to a term of the sum.
       read: from the sum `[..., *shape]` to the statistic.
+      made: from the inputs to the arrays that `of` takes, each of their shape. It runs where the model
+        does, and may use the names of mapped axes.
     """
 
     shape: Callable[[int], tuple[int, ...]]
-    of: Callable[[jax.Array], jax.Array]
+    of: Callable[..., jax.Array]
     read: Callable[[jax.Array], jax.Array]
+    made: Callable[[jax.Array], tuple[jax.Array, ...]] = lambda x: (x,)
 
 
 @dataclasses.dataclass
@@ -57,21 +60,27 @@ def observe_inputs(call: BinaryCall, x: jax.Array, w: Observed) -> Result:
     if w.ndim != 2 or tuple(call.contracted[1]) != (0,) or call.batch[1]:
         return NotImplemented
     (axis,) = call.contracted[0]
-    return call(_observed(w.statistic, axis, x, w.sums), w.w)
+    made = jax.lax.stop_gradient(w.statistic.made(x))
+    return call(_observed(w.statistic, axis, x, made, w.sums), w.w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _observed(statistic: Statistic, axis: int, x: jax.Array, sums: jax.Array) -> jax.Array:
+def _observed(
+    statistic: Statistic, axis: int, x: jax.Array, made: tuple[jax.Array, ...], sums: jax.Array
+) -> jax.Array:
     """Returns `x`; the gradient with respect to `sums` is the statistic of `x` along `axis`."""
     return x
 
 
-def _give_statistic(statistic: Statistic, axis: int, x: jax.Array, cotangent: jax.Array) -> Array:
-    rows = jnp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]).astype(jnp.float32)
-    return cotangent, statistic.of(rows)
+def _give_statistic(
+    statistic: Statistic, axis: int, made: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[Any, ...]:
+    rows = [jnp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]) for x in made]
+    term = statistic.of(*(x.astype(jnp.float32) for x in rows))
+    return cotangent, tuple(map(jnp.zeros_like, made)), term
 
 
-_observed.defvjp(lambda statistic, axis, x, sums: (x, x), _give_statistic)
+_observed.defvjp(lambda statistic, axis, x, made, sums: (x, made), _give_statistic)
 
 
 @primitive_handler(["convert_element_type", "split", "slice"])
