@@ -131,7 +131,7 @@ class Encoder:
         self.dense = np.asarray(self.apply(self.params, *self.batch))
         background = minilm.read_documents(smollm.fetch(minilm.BACKGROUND))
         calibration = minilm.tokenize(files[0], background[:128], 128)
-        self.inputs = Inputs(self.apply, self.params, [calibration], LINEAR)
+        self.inputs = Inputs(model.apply, self.params, [calibration], LINEAR)
 
     def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
         """Returns the bits, the error of the weights, and the scores."""
