@@ -31,7 +31,7 @@ def to_qwix(matrix: QuantizedMatrix) -> Any:
       these are quantized themselves. An `activation` is left out.)
 
     Raises:
-      ValueError: for a format that Qwix does not have, or offsets that are no multiples of the scales.
+      ValueError: for a format that Qwix does not have, or a group in which zero has no code.
       ModuleNotFoundError: without qwix.
     """
     import qwix

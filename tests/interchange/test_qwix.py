@@ -82,14 +82,14 @@ def test_matrices_and_back(name):
 
 
 def test_what_qwix_does_not_have():
-    w = normal((64, 32))
+    above_zero = normal((64, 32)) + 10  # zero has no code
     for name, message in (
         ("binary", "Qwix has no format for 'binary'"),
         ("iq4_nl", "Qwix has no format for 'iq4_nl'"),
         ("uint4", "offsets are not whole multiples"),
     ):
         with pytest.raises(ValueError, match=message):
-            hki.to_qwix(hki.QuantizedMatrix.quantize(w, name, 32))
-    odd = QArray(jnp.zeros((6, 3), jnp.int4), jnp.ones((2, 1)), None, "int4")
+            hki.to_qwix(hki.QuantizedMatrix.quantize(above_zero, name, 32))
+    odd = QArray(jnp.zeros((6, 6), jnp.int4), jnp.ones((2, 2)), None, "int4")
     with pytest.raises(ValueError, match="expected groups that are multiples of 2"):
         hki.from_qwix(odd)
