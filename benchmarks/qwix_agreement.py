@@ -54,6 +54,7 @@ KEY = jax.random.key(7)
 _DTYPES = {
     "int8": jnp.int8,
     "int4": jnp.int4,
+    "uint8": jnp.uint8,
     "fp8_e4m3": jnp.float8_e4m3fn,
     "fp8_e5m2": jnp.float8_e5m2,
 }
@@ -225,6 +226,53 @@ def cases() -> Iterator[Case]:
         if bwd is not None:  # without it, Qwix's own provider does not determine the residuals
             yield from _others(rule)
     yield from _static()
+    yield from _microscaled()
+    yield from _other_widths()
+    yield from _transformed()
+
+
+def _microscaled() -> Iterator[Case]:
+    """Yields cases with tiles whose size and scales are a part of the format."""
+    for qtype, tile in (("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16)):
+        both = dict(weight_qtype=qtype, act_qtype=qtype, tile_size=tile)
+        yield _dot(QtRule(weight_qtype=qtype, tile_size=tile))
+        yield _dot(QtRule(weight_qtype=qtype, act_qtype="int8", tile_size=tile, bwd_qtype="int8"))
+        for bwd in (None, "int8", "fp8_e5m2"):
+            yield _dot(QtRule(**both, bwd_qtype=bwd))
+        yield _dot(QtRule(**both, bwd_qtype="int8", disable_channelwise_axes=True))
+        tiled = dict(dlhs_tile_size=tile, drhs_tile_size=tile)
+        rule = QtRule(**both, bwd_qtype=qtype, additional_qt_config=tiled)
+        yield _dot(rule, ((64, 256), (256, 32)))
+
+
+def _other_widths() -> Iterator[Case]:
+    """Yields cases with 7 bits, and with activations that are not negative in 8."""
+    for tile, bwd in itertools.product((None, 32, 128), (None, "int8")):
+        yield _dot(QtRule(weight_qtype="int7", act_qtype="int7", bwd_qtype=bwd, tile_size=tile))
+        yield _dot(QtRule(weight_qtype="int8", act_qtype="uint8", bwd_qtype=bwd, tile_size=tile))
+
+
+def _transformed() -> Iterator[Case]:
+    """Yields products within transformations of JAX."""
+    ways: dict[str, Callable[..., Any]] = {
+        "jit": jax.jit,
+        "vmap": lambda fun: jax.vmap(fun, (0, None)),
+        "scan": lambda fun: lambda xs, w: jax.lax.scan(lambda _, x: (None, fun(x, w)), None, xs)[1],
+    }
+    rules = [
+        QtRule(weight_qtype=qtype, act_qtype=qtype, tile_size=tile, bwd_qtype="int8")
+        for qtype, tile in (
+            ("mxfp8", 32),
+            ("mxfp4", 32),
+            ("nvfp4", 16),
+            ("int7", 32),
+            ("int8", None),
+        )
+    ]
+    for rule, (name, way) in itertools.product(rules, ways.items()):
+        lead = () if name == "jit" else (3,)
+        one = _dot(rule, ((*lead, 16, 256), (256, 12)), name=f"{name} of dot_general")
+        yield dataclasses.replace(one, ours=way(one.ours), theirs=way(one.theirs))
 
 
 def _static() -> Iterator[Case]:

@@ -50,6 +50,7 @@ from haiku_implicit.interchange.gguf_writing import save_gguf
 from haiku_implicit.interchange.hugging_face import load_hugging_face
 from haiku_implicit.interchange.names import Place, names_by_pattern, read_names
 from haiku_implicit.interchange.peft import load_peft, save_peft
+from haiku_implicit.interchange.qwix import from_qwix, to_qwix
 from haiku_implicit.params.adapters.adding import add_adapter, add_lora
 from haiku_implicit.params.adapters.bank import AdapterBank, with_bank
 from haiku_implicit.params.adapters.dropout import with_dropout
@@ -204,6 +205,8 @@ __all__ = [
     "read_names",
     "load_peft",
     "save_peft",
+    "from_qwix",
+    "to_qwix",
     "save_gguf",
     # LoRA's relatives
     "adapters",

@@ -234,9 +234,9 @@ def _nonzero(scale: jax.Array) -> jax.Array:
 def _microscaled(scale: jax.Array, config: OperandConfig, axes: ScaledAxes) -> jax.Array:
     """Rounds the scales of a microscaled format; the others stay.
 
-    Powers of two are rounded up, so that no value saturates. Numbers in e4m3 have a power of two for each
-    channel, by which its largest scale is one of the largest numbers of e4m3: if all its scales are
-    normal numbers of e4m3, the power changes nothing, and without it small ones would be zero.
+    Powers of two are rounded up, so that no value saturates. Scales in e4m3 have a power of two for
+    each channel as a factor, which makes the largest scale of the channel one of e4m3's largest
+    numbers. Without it, small scales would become zero; normal numbers of e4m3 do not change by it.
     """
     if config.recipe is None:
         return scale

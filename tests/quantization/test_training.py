@@ -525,8 +525,8 @@ def test_products_by_bits(bits):
 def test_products_by_bits_refuse():
     assert hki.dot_general_by_bits(None) is jax.lax.dot_general
     for args, message in (
-        ((7,), r"fwd_bits: expected None or one of \[2, 3, 4, 5, 6, 8\], got 7"),
-        ((8, 16), r"bwd_bits: expected None or one of \[2, 3, 4, 5, 6, 8\], got 16"),
+        ((9,), r"fwd_bits: expected None or one of \[2, 3, 4, 5, 6, 7, 8\], got 9"),
+        ((8, 16), r"bwd_bits: expected None or one of \[2, 3, 4, 5, 6, 7, 8\], got 16"),
         ((8, 8, "eval"), "mode: expected 'train', 'serve' or 'convert', got 'eval'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -192,10 +192,8 @@ RECIPES = {
     "iq4_xs": Recipe("iq4_nl", 32, "int6,8"),
 }
 
-# The recipes with a power of two or an 8-bit float for each group: operands of products have them, too.
-MICROSCALED = {
-    name: recipe for name, recipe in RECIPES.items() if recipe.scale_dtype in ("e8m0", "e4m3")
-}
+# The recipes with a scale of 8 bits, a float, for each group: operands of products have them, too.
+MICROSCALED = {name: RECIPES[name] for name in ("mxfp8", "mxfp4", "nvfp4")}
 
 
 def _is_dtype(name: str) -> bool:

@@ -173,7 +173,7 @@ def _has_zero(fmt: formats.Format) -> bool:
 
 
 def has_no_negative(qtype: str | None, calibration_method: str) -> bool:
-    """Whether operands of this format lose their negative values: codes without a sign or zero point."""
+    """Whether operands of this format lose their negative values: no code stands for them."""
     if qtype is None or qtype in formats.RECIPES or not formats.FORMATS[qtype].offset:
         return False
     name, numbers = parse("calibration_method", calibration_method, RANGES)

@@ -2,9 +2,9 @@
 
 The forward pass quantizes both operands, with a scale for each index of the axes that are not summed
 (or for each tile of the summed one). Integers are multiplied as integers and summed exactly in int32
-(sums of more than 131071 products, or 33025 of uint8, might overflow it: they use the operands' dtype). The backward pass
-quantizes the incoming gradient, and multiplies it with the quantized operands of the forward pass. The
-rounding itself has the gradient one ("straight through").
+(sums of more than 131071 products, of uint8 33025, might overflow it: they use the operands' dtype).
+The backward pass quantizes the incoming gradient, and multiplies it with the quantized operands of the
+forward pass. The rounding itself has the gradient one ("straight through").
 """
 
 import dataclasses

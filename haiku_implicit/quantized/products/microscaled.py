@@ -1,11 +1,11 @@
-"""Products of two microscaled operands: `jax.nn.scaled_matmul` on CUDA, which has them in hardware.
+"""Products of two microscaled operands: `jax.nn.scaled_matmul` on CUDA.
 
-XLA gives it to cuDNN on Blackwell GPUs, and multiplies dequantized values on older ones. JAX has it for
-`mxfp8` and `nvfp4` there, and for no CPU.
+XLA gives it to cuDNN on Blackwell GPUs if the operands are mxfp8 or nvfp4, and multiplies dequantized
+values on older GPUs. JAX does not lower it for CPUs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,22 +79,33 @@ def _order(
     """Returns how the axes make matrices; None if this is not a product that `scaled_matmul` has."""
     if configs[0].qtype != configs[1].qtype or configs[0].qtype not in _SERVED:
         return None
-    summed = tuple(zip(*product.summed, strict=True))
-    if not product.separable or not summed or np.dtype(out_dtype).itemsize > 4:
+    if not product.separable or not product.summed or np.dtype(out_dtype).itemsize > 4:
         return None
     pairs = list(zip(*product.axes, strict=True))
     batch = tuple((i, j) for i, j in pairs if i is not None and j is not None)
-    free = tuple(tuple(pair[side] for pair in pairs if pair[1 - side] is None) for side in (0, 1))
+    left = tuple(i for i, j in pairs if i is not None and j is None)
+    right = tuple(j for i, j in pairs if j is not None and i is None)
+    order = _Order(
+        batch,
+        (left, right),
+        (tuple(i for i, _ in product.summed), tuple(j for _, j in product.summed)),
+    )
     for side, (x, config) in enumerate(zip((a, b), configs, strict=True)):
-        known = {pair[side] for pair in batch} | {*free[side], *summed[side]}
-        if not isinstance(x, QuantizedOperand) or known != {*range(x.codes.ndim)}:
+        if not isinstance(x, QuantizedOperand) or not _fits(x, order, side, config):
             return None
-        tiled = summed[side][-1]
-        if x.scale is None or x.scale.shape[tiled] * config.tile != x.codes.shape[tiled]:
-            return None
-        if compat.explicit_sharding(x.codes) is not None:
-            return None
-    return _Order(batch, free, summed)
+    return order
+
+
+def _fits(x: QuantizedOperand, order: _Order, side: int, config: OperandConfig) -> bool:
+    """Whether an operand has no other axes, and a scale for each tile of the last summed axis."""
+    known = {pair[side] for pair in order.batch} | {*order.free[side], *order.summed[side]}
+    tiled = order.summed[side][-1]
+    return (
+        known == {*range(x.codes.ndim)}
+        and x.scale is not None
+        and x.codes.shape[tiled] == x.scale.shape[tiled] * (config.tile or 0)
+        and compat.explicit_sharding(x.codes) is None
+    )
 
 
 def _in_blocks(
@@ -137,15 +148,16 @@ def _blocks(
     config: OperandConfig,
 ) -> _Blocks:
     """Returns an operand as matrices whose rows are cut into tiles."""
+    scale: Any = x.scale
     shape, tiled = x.codes.shape, summed[-1]
-    of_scale = [n if i != tiled else x.scale.shape[tiled] for i, n in enumerate(shape)]
+    of_scale = [n if i != tiled else scale.shape[tiled] for i, n in enumerate(shape)]
     rows = int(np.prod([shape[i] for i in free], dtype=int))
     count = int(np.prod([shape[i] for i in batch], dtype=int))
 
     def matrices(y: jax.Array) -> jax.Array:
         return jnp.transpose(y, (*batch, *free, *summed)).reshape(count, rows, -1)
 
-    codes, scale = matrices(x.codes), matrices(jnp.broadcast_to(x.scale, of_scale))
+    codes, scale = matrices(x.codes), matrices(jnp.broadcast_to(scale, of_scale))
     if config.qtype == "mxfp8":
         return _Blocks(codes, scale.astype(jnp.float8_e8m0fnu), None)
     unit = e4m3_unit(scale, (-1,))
