@@ -249,9 +249,9 @@ def hi_type(x: Any) -> Any:
         return None
     if isinstance(x, HiType):
         return x
-    if isinstance(
-        x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float | complex
-    ):
+    known = jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex
+    converts = hasattr(type(x), "__jax_array__") and not isinstance(x, jax.core.Tracer)
+    if isinstance(x, known) or converts:  # implicit arrays do
         return None
     try:
         about = jax.typeof(x)
