@@ -13,8 +13,6 @@
 
 namespace {
 
-constexpr int64_t kWide = 4 * kLanes;  // the bytes of a vector
-
 typedef uint8_t Wide __attribute__((vector_size(kWide)));
 typedef int16_t Words __attribute__((vector_size(kWide)));
 typedef uint16_t UnsignedWords __attribute__((vector_size(kWide)));
@@ -74,19 +72,6 @@ inline Wide lookup(Wide table, Wide index) {
 #else
   Wide out;
   for (int i = 0; i < kWide; ++i) out[i] = table[index[i]];
-  return out;
-#endif
-}
-
-// The elements of a vector at indices.
-inline Floats permuted(Floats values, Ints index) {
-#if defined(HKI_AVX512)
-  return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)values);
-#elif defined(HKI_AVX2)
-  return (Floats)_mm256_permutevar8x32_ps((__m256)values, (__m256i)index);
-#else
-  Floats out;
-  for (int i = 0; i < kLanes; ++i) out[i] = values[index[i]];
   return out;
 #endif
 }
