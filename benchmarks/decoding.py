@@ -46,6 +46,7 @@ DOCUMENTS = (
 TURNS = flags.DEFINE_integer("turns", 5, "How often each time is taken.", 1)
 TOKENS = flags.DEFINE_integer("decoded_tokens", 64, "How many tokens are decoded.", 2)
 PROMPT = flags.DEFINE_integer("prompt_tokens", 128, "How many tokens come before them.", 1)
+CHOSEN = flags.DEFINE_list("cases", None, "Numbers of the cases that are measured, from 0; all if None.")
 REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the tables.")
 
 # Weights, the dtype of rounded activations, and the format of the cache.
@@ -90,7 +91,8 @@ def measure() -> dict[str, Any]:
     text = smollm.fetch(smollm.SHAKESPEARE).read_text()
     prompt = checkpoint.tokenizer.encode(text[: 20 * PROMPT.value]).ids[: PROMPT.value]
     cases, functions = [], []
-    for name, activations, cache in tqdm(CASES, desc="compiling"):
+    chosen = CASES if CHOSEN.value is None else [CASES[int(i)] for i in CHOSEN.value]
+    for name, activations, cache in tqdm(chosen, desc="compiling"):
         params = weights[name]
         if activations != "f32":
             params = hki.quantize_activations(params, activations)
@@ -204,7 +206,7 @@ def _about(run: dict[str, Any]) -> str:
     about, case = run["environment"], run["cases"][0]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     return (
-        f"{about['date']}, {about['cpu']}, {about['cores']} cores; {versions}; {about['llama.cpp']}. "
+        f"{about['date']}, {about['cpu']}, {about['cores']} cores; {versions}; {about.get('llama.cpp', '')}. "
         f"{run['prompt']} tokens of prompt, {len(case['tokens'])} decoded, "
         f"{len(case['decode'])} turns."
     )
@@ -243,17 +245,22 @@ def _details(run: dict[str, Any]) -> str:
 
 def _compared(runs: dict[str, Any]) -> str:
     """Returns a table of the tokens per second of all runs, and of their ratios to llama.cpp."""
+    names = [*CASES[4:6], *CASES[7:], LLAMA]
+    rows = {name: list(name) for name in names}
     header = ["weights", "activations", "cache"]
-    first = next(iter(runs.values()))["cases"]
-    rows = [[case["weights"], case["activations"], case["cache"]] for case in first]
-    for name, run in runs.items():
-        header += [f"{name}: prompt", "decoding"]
-        llama, tokens = run["cases"][-1], len(run["cases"][0]["tokens"]) - 1
-        for row, case in zip(rows, run["cases"], strict=True):
+    for title, run in runs.items():
+        header += [f"{title}: prompt", "decoding"]
+        tokens = len(run["cases"][0]["tokens"]) - 1
+        cases = {(c["weights"], c["activations"], c["cache"]): c for c in run["cases"]}
+        for name, row in rows.items():
             for part, count in (("prefill", run["prompt"]), ("decode", tokens)):
+                if name not in cases:
+                    row.append("")
+                    continue
+                case = cases[name]
                 speed = count / statistics.median(case[part])
-                row.append(f"{speed:.0f} ({_ratio(llama[part], case[part]):.2f})")
-    return markdown.table(header, rows)
+                row.append(f"{speed:.0f} ({_ratio(cases[LLAMA][part], case[part]):.2f})")
+    return markdown.table(header, list(rows.values()))
 
 
 def _ratio(a: Sequence[float], b: Sequence[float]) -> float:

@@ -100,10 +100,7 @@ struct Integers {
   // The codes at `p`, as values.
   template <bool nibbles>
   void values(const uint8_t* p, Wide* out) const {
-    Wide codes = {};
-    const int64_t left = w.end() - p;
-    if (left >= kWide) codes = load<Wide>(p);
-    else std::memcpy(&codes, p, std::max<int64_t>(left, 0));
+    const Wide codes = load<Wide>(p);
     if constexpr (nibbles) {
       out[0] = lookup(table, codes & 15);
       out[1] = lookup(table, (Wide)((UnsignedWords)codes >> 4) & 15);

@@ -28,17 +28,11 @@ struct Activations {
   const float* data;  // [rows, length], rows `stride` apart
   int64_t rows, length, stride;
 
-  // Whether sums of their products with any codes are finite before they are scaled, and small multiples
-  // of each row's largest number are normal numbers.
+  // Whether sums of their products with any codes are finite before they are scaled.
   bool moderate() const {
     bool all = true;
-    for (int64_t m = 0; m < rows; ++m) {
-      int32_t largest = 0;  // of the bits: those of a NaN are larger
-      for (int64_t k = 0; k < length; ++k)
-        largest = std::max(largest, load<int32_t>(data + m * stride + k) & 0x7fffffff);
-      const float size = Numbers::as_float(largest);
-      all &= size == 0 || (1e-25f < size && size < 1e25f);
-    }
+    for (int64_t m = 0; m < rows; ++m)
+      for (int64_t k = 0; k < length; ++k) all &= std::abs(data[m * stride + k]) < 1e25f;
     return all;
   }
 };
@@ -272,124 +266,6 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
   }
 }
 
-// --- few rows of activations, and integer codes of four bits -----------------------------------------
-
-// Eight codes of each word of a vector of them are multiplied where they are: as so many times their value,
-// with elements of x that are divided by it.
-constexpr int kInWord = 8;
-typedef uint32_t Shifted __attribute__((vector_size(kLanes * 4)));
-inline float divisor(int64_t code) { return 1 << code % (kInWord / 2) * 4; }
-
-// How vectors of codes, one after another, meet groups.
-struct InWordsOf {
-  int64_t bytes;     // of a group
-  int64_t in_vector;  // whole groups of a vector,
-  int64_t together;  // or the vectors of one group
-  int64_t steps;     // of `together` vectors
-
-  explicit InWordsOf(const Weights& w)
-      : bytes(w.stored / w.groups),
-        in_vector(std::max<int64_t>(1, kWide / bytes)),
-        together(std::max<int64_t>(1, bytes / kWide)),
-        steps((w.stored + kWide * together - 1) / (kWide * together)) {}
-
-  static bool serves(const Weights& w) {
-    const int64_t bytes = w.stored / w.groups;
-    bool serves = w.nibbles() && bytes % 4 == 0 && (kWide % bytes == 0 || bytes % kWide == 0);
-    for (int i = 1; i < 16; ++i) serves &= w.table[i] == w.table[0] + i;
-    return serves;
-  }
-  // Of a row of x: its elements `[steps, together, kInWord, kLanes]`, the sums of each lane's ones in each
-  // step times the value of code 0, and the sums of each group.
-  int64_t elements() const { return steps * together * kInWord * kLanes; }
-  int64_t size(const Weights& w) const { return elements() + steps * kLanes + round_up(w.groups, kLanes); }
-};
-
-Activations in_words(const Weights& w, const Blocks&, const Activations& x, float* memory) {
-  const InWordsOf in(w);
-  const Activations out{memory, x.rows, in.elements(), in.size(w) + kApart};
-  std::fill_n(memory, x.rows * out.stride, 0.0f);
-  for (int64_t m = 0; m < x.rows; ++m) {
-    float* row = memory + m * out.stride;
-    float *starts = row + in.elements(), *sums = starts + in.steps * kLanes;
-    for (int64_t k = 0; k < x.length; ++k) {
-      const int64_t group = k / w.group, in_group = k % w.group, high = in_group >= in.bytes;
-      const int64_t byte = group * in.bytes + in_group - high * in.bytes;
-      const int64_t code = byte % 4 * 2 + high, vector = byte / kWide, lane = byte % kWide / 4;
-      const float element = x.data[m * x.stride + k];
-      row[(vector * kInWord + code) * kLanes + lane] = element / divisor(code);
-      starts[vector / in.together * kLanes + lane] += element * w.table[0];
-      sums[group] += element;
-    }
-  }
-  return out;
-}
-
-// y[:, first:last] for such codes.
-template <int M, int R>
-void few_words(const Weights& w, const Blocks&, const Activations& x, int64_t first, int64_t last,
-               float* y) {
-  const InWordsOf in(w);
-  const int64_t ahead = std::max(kAhead, R * w.stored), in_span = kSpan * w.groups + kLanes;
-  float* scales = scratch(2 * in_span + R * w.padded() / 4);  // [kSpan, w.groups]
-  float* offsets = scales + in_span;                          // the same
-  uint8_t* padded = reinterpret_cast<uint8_t*>(offsets + in_span);
-  Ints of_lane, of_last_lane;  // groups from the first of a step on
-  for (int64_t i = 0; i < kLanes; ++i) {
-    of_lane[i] = std::min(4 * i / in.bytes, in.in_vector - 1);
-    of_last_lane[i] = std::min<int64_t>(of_lane[i], w.groups - 1 - (in.steps - 1) * in.in_vector);
-  }
-  const float* of_x[M];
-  for (int m = 0; m < M; ++m) of_x[m] = x.data + std::min<int64_t>(m, x.rows - 1) * x.stride;
-  for (int64_t begin = first; first < last; first += R) {
-    if ((first - begin) % kSpan == 0) {
-      begin = first;
-      const int64_t count = std::min(kSpan, last - begin);
-      w.read_rows(w.scale, begin, count, scales);
-      if (w.offset.data) w.read_rows(w.offset, begin, count, offsets);
-    }
-    const Few<M, R> few(w, x, first);
-    typename Few<M, R>::Sums total = {};
-    const uint8_t* codes[R];
-    const float *scale[R], *offset[R];
-    for (int r = 0; r < R; ++r) {
-      codes[r] = w.codes_of(few.row(r), padded + r * w.padded());
-      scale[r] = scales + (few.row(r) - begin) * w.groups;
-      offset[r] = offsets + (few.row(r) - begin) * w.groups;
-    }
-    const uint8_t* soon = w.codes + first * w.row_bytes() + ahead * w.step;  // R rows follow R rows
-    for (int64_t step = 0, at = 0; step < in.steps; ++step) {
-      typename Few<M, R>::Sums part;
-      for (int m = 0; m < M; ++m)
-        for (int r = 0; r < R; ++r) part[m][r] = load<Floats>(of_x[m] + x.length + step * kLanes);
-      for (int64_t i = 0; i < in.together; ++i, at += kWide) {
-        ask_for(soon, R * kWide, w.step);
-        soon += R * kWide * w.step;
-        HKI_UNROLL
-        for (int r = 0; r < R; ++r) {
-          const Ints low = load<Ints>(codes[r] + at), high = (Ints)((Shifted)low >> 16);
-          HKI_UNROLL
-          for (int code = 0; code < kInWord; ++code) {
-            const Ints of_code = (code < kInWord / 2 ? low : high) & 15 << code % (kInWord / 2) * 4;
-            const Floats values = __builtin_convertvector(of_code, Floats);
-            HKI_UNROLL
-            for (int m = 0; m < M; ++m)
-              part[m][r] += values * load<Floats>(of_x[m] + at / kWide * kInWord * kLanes + code * kLanes);
-          }
-        }
-      }
-      const Ints lanes = step + 1 < in.steps ? of_lane : of_last_lane;
-      for (int r = 0; r < R; ++r) {
-        const Floats of_row = permuted(load<Floats>(scale[r] + step * in.in_vector), lanes);
-        for (int m = 0; m < M; ++m) total[m][r] += part[m][r] * of_row;
-      }
-    }
-    if (w.offset.data)
-      few.add_offsets(total, offset, x.data + x.length + in.steps * kLanes, x.stride);
-    few.write(total, y);
-  }
-}
-
 // How activations are arranged, and multiplied then.
 struct FewRows {
   Activations (*arranged)(const Weights&, const Blocks&, const Activations&, float*);
@@ -413,7 +289,6 @@ struct OfFewRows {
   static FewRows find(const Weights& w, Kind kind, const Activations& x) {
     if constexpr (M <= 2)
       if (w.rounding == kNone && x.moderate()) {
-        if (InWordsOf::serves(w)) return {in_words, few_words<M, R>};
         const FewRows found = Table16(w.table, w.bits()).coarse() ? of_planes<kCoarse16>(w)
                               : w.nibbles()                       ? of_size<kTable16, 4, 0>(w)
                                                                   : FewRows{};
@@ -661,13 +536,12 @@ void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const
       along_rows(w, blocks, decode, x, first, last, y);
     });
   } else if (x.rows <= kFew) {
-    int64_t size = w.groups * blocks.size() * kCodes;
-    if (InWordsOf::serves(w)) size = std::max(size, InWordsOf(w).size(w));
+    const int64_t size = x.rows * (w.groups * blocks.size() * kCodes + kApart);
     const FewRows few = x.rows == 1   ? OfFewRows<1>::find(w, kind, x)
                         : x.rows == 2 ? OfFewRows<2>::find(w, kind, x)
                         : x.rows <= 4 ? OfFewRows<4>::find(w, kind, x)
                                       : OfFewRows<8>::find(w, kind, x);
-    const Activations in_order = few.arranged(w, blocks, x, scratch<1>(x.rows * (size + kApart)));
+    const Activations in_order = few.arranged(w, blocks, x, scratch<1>(size));
     team.parts(w.rows, 4, 384, [&](int64_t first, int64_t last) {
       few.multiply(w, blocks, in_order, first, last, y);
     });
