@@ -46,7 +46,7 @@ DOCUMENTS = (
 TURNS = flags.DEFINE_integer("turns", 5, "How often each time is taken.", 1)
 TOKENS = flags.DEFINE_integer("decoded_tokens", 64, "How many tokens are decoded.", 2)
 PROMPT = flags.DEFINE_integer("prompt_tokens", 128, "How many tokens come before them.", 1)
-CHOSEN = flags.DEFINE_list("cases", None, "Numbers of the cases that are measured, from 0; all if None.")
+CHOSEN = flags.DEFINE_list("cases", None, "Numbers of the cases, from 0; None for all.")
 REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the tables.")
 
 # Weights, the dtype of rounded activations, and the format of the cache.
@@ -205,8 +205,10 @@ def tables(runs: dict[str, Any]) -> dict[str, str]:
 def _about(run: dict[str, Any]) -> str:
     about, case = run["environment"], run["cases"][0]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    if about.get("llama.cpp"):
+        versions += f"; llama.cpp: {about['llama.cpp']}"
     return (
-        f"{about['date']}, {about['cpu']}, {about['cores']} cores; {versions}; {about.get('llama.cpp', '')}. "
+        f"{about['date']}, {about['cpu']}, {about['cores']} cores; {versions}. "
         f"{run['prompt']} tokens of prompt, {len(case['tokens'])} decoded, "
         f"{len(case['decode'])} turns."
     )

@@ -50,27 +50,6 @@ inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit 
 // Loops over a few vectors, which are kept in registers only if it is unrolled.
 #define HKI_UNROLL _Pragma("GCC unroll 16")
 
-// Numbers of an array with so many left; zeros, in place of what is behind it.
-inline Floats load_some(const float* p, int64_t left) {
-  Ints lanes;
-  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
-  const Floats found = load<Floats>(p);
-  return left >= kLanes ? found : (Floats)((Ints)found & (lanes < static_cast<int32_t>(left)));
-}
-
-// The elements of a vector at indices.
-inline Floats permuted(Floats values, Ints index) {
-#if defined(HKI_AVX512)
-  return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)values);
-#elif defined(HKI_AVX2)
-  return (Floats)_mm256_permutevar8x32_ps((__m256)values, (__m256i)index);
-#else
-  Floats out;
-  for (int i = 0; i < kLanes; ++i) out[i] = values[index[i]];
-  return out;
-#endif
-}
-
 inline void store(float* p, Floats value) { std::memcpy(p, &value, sizeof(value)); }
 
 inline float sum(Floats value) {
@@ -101,8 +80,6 @@ inline void sum_four(const Floats* values, float* out) {
   for (int i = 0; i < 4; ++i) out[i] = sum(values[i]);
 #endif
 }
-
-constexpr int64_t kWide = 4 * kLanes;  // the bytes of a vector
 
 // --- codes in registers --------------------------------------------------------------------------
 
@@ -397,10 +374,8 @@ struct Numbers {
       _mm512_mask_storeu_ps(memory + i, present, _mm512_cvtph_ps(part));
     }
 #elif defined(HKI_AVX2)
-    for (int64_t at = i; i < count && count >= 8; i = at += 8) {  // the last eight may be others' too
-      at = std::min(at, count - 8);
-      _mm256_storeu_ps(memory + at, _mm256_cvtph_ps(load<__m128i>(bits + at)));
-    }
+    for (; i + 8 <= count; i += 8)
+      _mm256_storeu_ps(memory + i, _mm256_cvtph_ps(load<__m128i>(bits + i)));
 #endif
     for (; i < count; ++i) memory[i] = (*this)[first + i];
     return memory;
@@ -498,31 +473,25 @@ struct Weights {
   int64_t bits() const { return planes[0] + planes[1]; }
   int64_t row_bytes() const { return step * stored; }  // from one row to the next
   const uint8_t* end() const { return codes + (rows - 1) * row_bytes() + stored; }
-  // The codes of a row, of which 64 bytes at a time may be read; in `memory`, if they are the last ones.
+  // The codes of a row, from which 32 bytes at a time may be read; in `memory`, if they are the last ones.
   HKI_ONCE const uint8_t* codes_of(int64_t row, uint8_t* memory) const {
     const uint8_t* found = codes + row * row_bytes();
-    if (end() - found >= stored + 64) return found;
+    if (end() - found >= stored + kCodes) return found;
     return static_cast<const uint8_t*>(std::memcpy(memory, found, stored));
   }
-  int64_t padded() const { return round_up(stored, 64) + 64; }  // the bytes of that memory
+  int64_t padded() const { return round_up(stored + kCodes, 64); }  // the bytes of that memory
   int64_t scales_before(int64_t row) const { return row * step * groups; }
   float scale_at(int64_t row, int64_t group) const { return scale[scales_before(row) + group]; }
   float offset_at(int64_t row, int64_t group) const {
     return offset.data ? offset[scales_before(row) + group] : 0;
   }
-  // Scales or offsets of `count` rows, one after another; in `memory`, if they are not stored so.
-  HKI_ONCE const float* in_rows(const Numbers& of, int64_t row, int64_t count, float* memory) const {
-    if (step == 1) return of.floats(row * groups, count * groups, memory);
+  // The scales of `count` rows, one after another; in `memory`, if they are not stored so.
+  HKI_ONCE const float* scales(int64_t row, int64_t count, float* memory) const {
+    if (step == 1) return scale.floats(row * groups, count * groups, memory);
     for (int64_t i = 0; i < count; ++i)
       for (int64_t group = 0; group < groups; ++group)
-        memory[i * groups + group] = of[scales_before(row + i) + group];
+        memory[i * groups + group] = scale_at(row + i, group);
     return memory;
-  }
-  // The same, always in memory, with zeros of a vector behind them.
-  HKI_ONCE void read_rows(const Numbers& of, int64_t row, int64_t count, float* memory) const {
-    const float* found = in_rows(of, row, count, memory);
-    if (found != memory) std::copy_n(found, count * groups, memory);
-    std::fill_n(memory + count * groups, kLanes, 0.0f);
   }
   bool nibbles() const { return planes[0] == 4 && planes[1] == 0; }
 };

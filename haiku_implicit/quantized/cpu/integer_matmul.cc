@@ -87,18 +87,14 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
                   int64_t last, float* y) {
   const Weights& w = integers.w;
   const bool several = integers.several();
-  const int64_t vectors = integers.vectors(), of_rows = R * w.groups + kLanes;
+  const int64_t groups = round_up(w.groups, kLanes) + kLanes, vectors = integers.vectors();
   const int64_t size = integers.group_bytes(), in_vector = several ? kWide / size : 1;
   constexpr int P = nibbles ? 2 : 1;
   const int64_t ahead = std::max(kAhead, R * w.stored);
-  float* scales = scratch(2 * of_rows + R * w.padded() / 4);  // [R, groups]
-  float* offsets = scales + of_rows;                          // the same
-  uint8_t* padded = reinterpret_cast<uint8_t*>(offsets + of_rows);
-  Ints of_lane, of_last_lane;  // groups from the first of a vector on
-  for (int i = 0; i < kLanes; ++i) {
-    of_lane[i] = several ? 4 * i / size : 0;
-    of_last_lane[i] = std::min<int64_t>(of_lane[i], w.groups - 1 - (vectors - 1) * in_vector);
-  }
+  float* scales = scratch(2 * R * groups);
+  float* offsets = scales + R * groups;
+  Ints of_lane;
+  for (int i = 0; i < kLanes; ++i) of_lane[i] = several ? 4 * i / size : 0;
   const int8_t* codes_of_x[M];
   const int32_t* start[M];
   const float *scale_of_x[M], *sums_of_x[M];
@@ -115,15 +111,13 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
     const int64_t soon = w.scales_before(first + 8 * R);
     w.scale.prefetch(soon, R * w.groups);
     if (w.offset.data) w.offset.prefetch(soon, R * w.groups);
-    const float *of_row[R], *offset[R];
     for (int r = 0; r < R; ++r) {
-      const int64_t i = std::min<int64_t>(r, last - 1 - first);
-      codes[r] = w.codes_of(first + i, padded + r * w.padded());
-      of_row[r] = scales + i * w.groups;
-      offset[r] = offsets + i * w.groups;
+      const int64_t row = std::min(first + r, w.rows - 1);
+      codes[r] = w.codes + row * w.row_bytes();
+      const int64_t at = w.scales_before(row);
+      w.scale.read(at, w.groups, scales + r * groups);
+      if (w.offset.data) w.offset.read(at, w.groups, offsets + r * groups);
     }
-    w.read_rows(w.scale, first, std::min<int64_t>(R, last - first), scales);
-    if (w.offset.data) w.read_rows(w.offset, first, std::min<int64_t>(R, last - first), offsets);
     const auto add = [&](Ints (&sums)[M][R], int64_t byte, int64_t v) {
       Wide values[R][P];
       for (int r = 0; r < R; ++r) {
@@ -157,9 +151,8 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
         Floats scale[R];
         begin(sums, v);
         add(sums, v * kWide, v);
-        const Ints lanes = v + 1 < vectors ? of_lane : of_last_lane;
         for (int r = 0; r < R; ++r)
-          scale[r] = permuted(load<Floats>(of_row[r] + v * in_vector), lanes);
+          scale[r] = permuted(load<Floats>(scales + r * groups + v * in_vector), of_lane);
         end(sums, scale, v);
       }
     } else {
@@ -169,14 +162,14 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
         begin(sums, group);
         for (int64_t i = 0; i < vectors; ++i)
           add(sums, group * size + i * kWide, group * vectors + i);
-        for (int r = 0; r < R; ++r) scale[r] = Floats{} + of_row[r][group];
+        for (int r = 0; r < R; ++r) scale[r] = Floats{} + scales[r * groups + group];
         end(sums, scale, group);
       }
     }
     for (int m = 0; m < M && w.offset.data; ++m)
       for (int r = 0; r < R; ++r)
         for (int64_t i = 0; i < w.groups; i += kLanes)
-          total[m][r] += load_some(offset[r] + i, w.groups - i) * load<Floats>(sums_of_x[m] + i);
+          total[m][r] += load<Floats>(offsets + r * groups + i) * load<Floats>(sums_of_x[m] + i);
     float all[M * R];
     for (int i = 0; i < M * R; i += 4) sum_four(&total[0][0] + i, all + i);
     for (int m = 0; m < M && m0 + m < x.rows; ++m)

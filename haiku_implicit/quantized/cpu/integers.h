@@ -13,6 +13,8 @@
 
 namespace {
 
+constexpr int64_t kWide = 4 * kLanes;  // the bytes of a vector
+
 typedef uint8_t Wide __attribute__((vector_size(kWide)));
 typedef int16_t Words __attribute__((vector_size(kWide)));
 typedef uint16_t UnsignedWords __attribute__((vector_size(kWide)));
@@ -76,6 +78,19 @@ inline Wide lookup(Wide table, Wide index) {
 #endif
 }
 
+// The elements of a vector at indices.
+inline Floats permuted(Floats values, Ints index) {
+#if defined(HKI_AVX512)
+  return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)values);
+#elif defined(HKI_AVX2)
+  return (Floats)_mm256_permutevar8x32_ps((__m256)values, (__m256i)index);
+#else
+  Floats out;
+  for (int i = 0; i < kLanes; ++i) out[i] = values[index[i]];
+  return out;
+#endif
+}
+
 // --- the matrix ----------------------------------------------------------------------------------
 
 // Its codes in vectors. Groups begin new ones, or vectors hold several whole groups.
@@ -100,7 +115,10 @@ struct Integers {
   // The codes at `p`, as values.
   template <bool nibbles>
   void values(const uint8_t* p, Wide* out) const {
-    const Wide codes = load<Wide>(p);
+    Wide codes = {};
+    const int64_t left = w.end() - p;
+    if (left >= kWide) codes = load<Wide>(p);
+    else std::memcpy(&codes, p, std::max<int64_t>(left, 0));
     if constexpr (nibbles) {
       out[0] = lookup(table, codes & 15);
       out[1] = lookup(table, (Wide)((UnsignedWords)codes >> 4) & 15);

@@ -61,16 +61,13 @@ class Few {
         sums[m][r] += values[v] * load<Floats>(x_rows_[m] + k + v * kLanes);
   }
 
-  // Adds the products of offsets `[R][groups]` with the sums of x in each group, `stride` apart.
-  void add_offsets(Sums& sums, const float* (&offset)[R], const float* sums_of_x, int64_t stride) const {
-    for (int64_t i = 0; i < w_.groups; i += kLanes)
-      HKI_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const Floats offsets = load_some(offset[r] + i, w_.groups - i);
-        HKI_UNROLL
-        for (int m = 0; m < M; ++m)
-          sums[m][r] += offsets * load<Floats>(sums_of_x + std::min<int64_t>(m, x_.rows - 1) * stride + i);
-      }
+  // Adds the products of offsets `[R, groups]` with the sums of x in each group, `[M, groups]`.
+  void add_offsets(Sums& sums, const float* offsets, const float* sums_of_x, int64_t groups) const {
+    for (int m = 0; m < M; ++m)
+      for (int r = 0; r < R; ++r)
+        for (int64_t i = 0; i < groups; i += kLanes)
+          sums[m][r] += load<Floats>(offsets + r * groups + i) *
+                        load<Floats>(sums_of_x + std::min<int64_t>(m, x_.rows - 1) * groups + i);
   }
 
   void write(const Sums& sums, float* y) const {
@@ -200,32 +197,31 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
   const int64_t in_group = blocks.size() * kCodes;
   const int64_t apart = Read::size < kCodes ? kCodes : in_group / Read::blocks;
   const int64_t some = unpacked ? std::max<int64_t>(1, kUnpacked / in_group) : w.groups;
-  const int64_t ahead = std::max(kAhead, R * w.stored), in_span = kSpan * w.groups + kLanes;
-  float* sums_of_x = scratch(groups * M + 2 * in_span + R * (w.padded() + some * in_group) / 4);
-  float* converted = sums_of_x + M * groups;  // [kSpan, w.groups]
-  float* offsets = converted + in_span;       // the same
-  uint8_t* padded = reinterpret_cast<uint8_t*>(offsets + in_span);
+  const int64_t ahead = std::max(kAhead, R * w.stored);
+  float* offsets = scratch(groups * (R + M) + kSpan * w.groups +
+                           R * (w.padded() + some * in_group) / 4);  // [R, groups]
+  float* sums_of_x = offsets + R * groups;                           // [M, groups]
+  float* converted = sums_of_x + M * groups;                         // [kSpan, w.groups]
+  uint8_t* padded = reinterpret_cast<uint8_t*>(converted + kSpan * w.groups);
   uint8_t* in_bytes = padded + R * w.padded();  // [R, some * in_group]
   const float* scales = nullptr;                // [kSpan, w.groups]
   if (w.offset.data && !exact) sum_groups(x, w.groups, sums_of_x);
-  if (!w.offset.data) std::fill_n(offsets, in_span, 0.0f);
+  if (!w.offset.data) std::fill_n(offsets, R * groups, 0.0f);
   const Decoder<kind> decode(w);
   for (int64_t begin = first; first < last; first += R) {
     if ((first - begin) % kSpan == 0) {
       begin = first;
-      const int64_t count = std::min(kSpan, last - begin);
-      scales = w.in_rows(w.scale, begin, count, converted);
-      if (w.offset.data) w.read_rows(w.offset, begin, count, offsets);
+      scales = w.scales(begin, std::min(kSpan, last - begin), converted);
     }
     const Few<M, R> few(w, x, first);
     typename Few<M, R>::Sums total = {};
     const uint8_t *codes[R], *of_row[R];
-    const float *scale[R], *offset[R];
+    const float* scale[R];
     for (int r = 0; r < R; ++r) {
-      const int64_t row = few.row(r);
-      of_row[r] = codes[r] = w.codes_of(row, padded + r * w.padded());
-      scale[r] = scales + (row - begin) * w.groups;
-      offset[r] = offsets + (row - begin) * w.groups;
+      of_row[r] = codes[r] = w.codes_of(few.row(r), padded + r * w.padded());
+      scale[r] = scales + (few.row(r) - begin) * w.groups;
+      if (w.offset.data)
+        w.offset.read(w.scales_before(few.row(r)), w.groups, offsets + r * groups);
     }
     const uint8_t* soon = w.codes + first * w.row_bytes() + ahead * w.step;  // R rows follow R rows
     for (int64_t group = 0, k = 0; group < w.groups; ++group, k += in_group) {
@@ -251,7 +247,7 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
             Floats values[kVectors];
             decode(found[p], values);
             for (int v = 0; exact && v < kVectors; ++v)
-              values[v] = decode.exact(values[v], scale[r][group], offset[r][group]);
+              values[v] = decode.exact(values[v], scale[r][group], offsets[r * groups + group]);
             few.add(exact ? total : part, r, values, k + i + p * apart);
           }
         }
@@ -261,7 +257,7 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
         for (int r = 0; r < R; ++r)
           total[m][r] += part[m][r] * decode.kUnit * scale[r][group];
     }
-    if (w.offset.data && !exact) few.add_offsets(total, offset, sums_of_x, groups);
+    if (w.offset.data && !exact) few.add_offsets(total, offsets, sums_of_x, groups);
     few.write(total, y);
   }
 }
