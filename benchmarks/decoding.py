@@ -74,8 +74,9 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     if not REPORT_ONLY.value:
+        run = measure()
         runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        result_files.write(dict(runs, **{RUN: measure()}), RESULTS)
+        result_files.write(runs | {RUN: run}, RESULTS)
         print(f"wrote {RESULTS}")
     markdown.replace(DOCUMENTS, tables(json.loads(RESULTS.read_text())))
 
