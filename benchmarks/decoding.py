@@ -1,11 +1,14 @@
 """Measures tokens per second of SmolLM2: dense and quantized weights and caches, and llama.cpp.
 
-    python -m benchmarks.decoding                # everything: results and tables
+    python -m benchmarks.decoding                # all cores, by the clock: results and tables
+    taskset -c 1 python -m benchmarks.decoding   # one core, by processor time
+    HAIKU_IMPLICIT_NATIVE_TARGET=x86-64-v3 python -m benchmarks.decoding  # for AVX2
     python -m benchmarks.decoding --report_only  # tables from the recorded results
 
 Run it from the root of the repository, with nothing else running on the machine. All cases take turns,
 so that other load on the machine affects each of them; ratios are medians over all turns.
-llama.cpp is timed if `llama-cpp-python` is installed, on the same file, with as many threads.
+llama.cpp is timed if `xllamacpp` is installed (its wheel has a compiled llama.cpp, for AVX2), on the
+same file, with as many threads.
 """
 
 import json
@@ -35,11 +38,15 @@ import decoding  # noqa: E402
 import smollm  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "decoding.json"
-DOCUMENTS = (ROOT / "benchmarks" / "results" / "quantized_matmul.md",)
+DOCUMENTS = (
+    ROOT / "benchmarks" / "results" / "quantized_matmul.md",
+    ROOT / "docs" / "quantization_speed.md",
+)
 
 TURNS = flags.DEFINE_integer("turns", 5, "How often each time is taken.", 1)
 TOKENS = flags.DEFINE_integer("decoded_tokens", 64, "How many tokens are decoded.", 2)
 PROMPT = flags.DEFINE_integer("prompt_tokens", 128, "How many tokens come before them.", 1)
+CHOSEN = flags.DEFINE_list("cases", None, "Numbers of the cases, from 0; None for all.")
 REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the tables.")
 
 # Weights, the dtype of rounded activations, and the format of the cache.
@@ -58,12 +65,18 @@ LLAMA = ("4 bits, llama.cpp", "int8,groups", "f16")
 # Seconds of one turn for the prompt and for the tokens after it, and these tokens.
 Turn = tuple[float, float, list[int]]
 
+THREADS = len(os.sched_getaffinity(0))
+clock = time.process_time if THREADS == 1 else time.perf_counter
+RUN = f"{os.environ.get('HAIKU_IMPLICIT_NATIVE_TARGET') or 'native'}, {THREADS}"
+
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     if not REPORT_ONLY.value:
-        result_files.write(measure(), RESULTS)
+        run = measure()
+        runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        result_files.write(runs | {RUN: run}, RESULTS)
         print(f"wrote {RESULTS}")
     markdown.replace(DOCUMENTS, tables(json.loads(RESULTS.read_text())))
 
@@ -79,7 +92,8 @@ def measure() -> dict[str, Any]:
     text = smollm.fetch(smollm.SHAKESPEARE).read_text()
     prompt = checkpoint.tokenizer.encode(text[: 20 * PROMPT.value]).ids[: PROMPT.value]
     cases, functions = [], []
-    for name, activations, cache in tqdm(CASES, desc="compiling"):
+    chosen = CASES if CHOSEN.value is None else [CASES[int(i)] for i in CHOSEN.value]
+    for name, activations, cache in tqdm(chosen, desc="compiling"):
         params = weights[name]
         if activations != "f32":
             params = hki.quantize_activations(params, activations)
@@ -101,8 +115,9 @@ def measure() -> dict[str, Any]:
             case["prefill"].append(prefill)
             case["decode"].append(decode)
             case["tokens"] = tokens
+    about = about_this_machine("jax", "jaxlib", "haiku-implicit", "xllamacpp")
     return dict(
-        environment=about_this_machine("jax", "jaxlib", "haiku-implicit", "llama_cpp_python"),
+        environment=dict(about, **{"llama.cpp": instructions_of_llama_cpp()}),
         prompt=PROMPT.value,
         cases=cases,
     )
@@ -125,13 +140,13 @@ def ours(config: Any, params: Any, cache: str, prompt: list[int]) -> tuple[Calla
 
     def run() -> Turn:
         state = jax.block_until_ready(jax.tree.map(jnp.copy, empty))
-        start = time.perf_counter()
+        start = clock()
         token, state = decoder.read(params, state, np.asarray([prompt], np.int32))
         token.block_until_ready()
-        middle = time.perf_counter()
+        middle = clock()
         tokens, state = decoder.write(params, state, token, TOKENS.value - 1)
         tokens.block_until_ready()
-        return middle - start, time.perf_counter() - middle, [int(token[0]), *map(int, tokens)]
+        return middle - start, clock() - middle, [int(token[0]), *map(int, tokens)]
 
     return run, _bytes(empty)
 
@@ -139,26 +154,37 @@ def ours(config: Any, params: Any, cache: str, prompt: list[int]) -> tuple[Calla
 def llama_cpp(path: pathlib.Path, prompt: list[int]) -> Callable[[], Turn] | None:
     """Returns a function that runs a turn of llama.cpp, if it is installed."""
     try:
-        import llama_cpp as package
+        import xllamacpp
     except ImportError:
         return None
-    threads = os.cpu_count()
-    model = package.Llama(
-        str(path), n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False
-    )
+    options = xllamacpp.CommonParams()
+    options.model.path, options.n_ctx, options.n_parallel, options.verbosity = str(path), 512, 1, 0
+    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = THREADS
+    server = xllamacpp.Server(options)
+    request = dict(prompt=prompt, temperature=0.0, cache_prompt=False, ignore_eos=True)
+
+    def answer(count: int, **more: Any) -> tuple[float, Any]:
+        start = clock()
+        answer = server.handle_completions(dict(request, n_predict=count, **more))
+        return clock() - start, answer["choices"][0]
+
+    found = answer(TOKENS.value, logprobs=1)[1]["logprobs"]["content"]
+    tokens = [token["id"] for token in found]
 
     def run() -> Turn:
-        model.reset()
-        start = time.perf_counter()
-        model.eval(prompt)
-        tokens = [model.sample(temp=0.0)]
-        middle = time.perf_counter()
-        for _ in range(TOKENS.value - 1):
-            model.eval(tokens[-1:])
-            tokens.append(model.sample(temp=0.0))
-        return middle - start, time.perf_counter() - middle, [int(t) for t in tokens]
+        prefill = answer(1)[0]
+        return prefill, answer(TOKENS.value)[0] - prefill, tokens
 
     return run
+
+
+def instructions_of_llama_cpp() -> str:
+    """Returns what llama.cpp says of its compilation; nothing if it is not installed."""
+    try:
+        import xllamacpp
+    except ImportError:
+        return ""
+    return xllamacpp.get_system_info().strip()
 
 
 def _bytes(tree: Any) -> int:
@@ -168,12 +194,32 @@ def _bytes(tree: Any) -> int:
 # --- reporting -----------------------------------------------------------------------------------
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Returns the Markdown tables by their names in the document."""
-    cases, about = results["cases"], results["environment"]
+def tables(runs: dict[str, Any]) -> dict[str, str]:
+    """Returns the Markdown tables by their names in the documents."""
+    return {
+        "decoding environment": "\n".join(f"- {name}: {_about(run)}" for name, run in runs.items()),
+        "decoding": _details(runs["native, 2"]),
+        "decoding llama.cpp": _compared(runs),
+    }
+
+
+def _about(run: dict[str, Any]) -> str:
+    about, case = run["environment"], run["cases"][0]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    if about.get("llama.cpp"):
+        versions += f"; llama.cpp: {about['llama.cpp']}"
+    return (
+        f"{about['date']}, {about['cpu']}, {about['cores']} cores; {versions}. "
+        f"{run['prompt']} tokens of prompt, {len(case['tokens'])} decoded, "
+        f"{len(case['decode'])} turns."
+    )
+
+
+def _details(run: dict[str, Any]) -> str:
+    """Returns a table of all that was measured in a run."""
+    cases = run["cases"]
     dense = cases[0]
     count = len(dense["tokens"])
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     rows = []
     for case in cases:
         same = next(
@@ -187,7 +233,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
                 case["cache"],
                 f"{case['bytes'] / 1e6:.0f}",
                 f"{case['cache_bytes'] / 1e6:.2f}" if "cache_bytes" in case else "",
-                f"{results['prompt'] / statistics.median(case['prefill']):.0f}",
+                f"{run['prompt'] / statistics.median(case['prefill']):.0f}",
                 f"{_ratio(dense['prefill'], case['prefill']):.2f}",
                 f"{(count - 1) / statistics.median(case['decode']):.1f}",
                 f"{(count - 1) / min(case['decode']):.1f}",
@@ -197,13 +243,27 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         )
     header = ["weights", "activations", "cache", "weights, MB", "cache, MB", "prompt, tokens/s",
               "to dense", "decoding, tokens/s", "best", "to dense", "same tokens"]  # fmt: skip
-    return {
-        "decoding environment": (
-            f"Measured on {about['date']}: {about['cpu']}, {about['cores']} cores; {versions}. "
-            f"{results['prompt']} tokens of prompt, {count} decoded, {len(dense['decode'])} turns."
-        ),
-        "decoding": markdown.table(header, rows),
-    }
+    return markdown.table(header, rows)
+
+
+def _compared(runs: dict[str, Any]) -> str:
+    """Returns a table of the tokens per second of all runs, and of their ratios to llama.cpp."""
+    names = [*CASES[4:6], *CASES[7:], LLAMA]
+    rows = {name: list(name) for name in names}
+    header = ["weights", "activations", "cache"]
+    for title, run in runs.items():
+        header += [f"{title}: prompt", "decoding"]
+        tokens = len(run["cases"][0]["tokens"]) - 1
+        cases = {(c["weights"], c["activations"], c["cache"]): c for c in run["cases"]}
+        for name, row in rows.items():
+            for part, count in (("prefill", run["prompt"]), ("decode", tokens)):
+                if name not in cases:
+                    row.append("")
+                    continue
+                case = cases[name]
+                speed = count / statistics.median(case[part])
+                row.append(f"{speed:.0f} ({_ratio(cases[LLAMA][part], case[part]):.2f})")
+    return markdown.table(header, list(rows.values()))
 
 
 def _ratio(a: Sequence[float], b: Sequence[float]) -> float:
