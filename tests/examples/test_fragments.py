@@ -214,7 +214,7 @@ FRAGMENTS = {
     "finetune_graphcast.md": [graphcast, graphcast_training, graphcast_merged],
     "finetune_proteinmpnn.md": [proteinmpnn],
 }
-ELSEWHERE = ["serving.md"]
+ELSEWHERE = ["index.md", "serving.md"]
 
 
 def without_output(page):
