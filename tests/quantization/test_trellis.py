@@ -252,3 +252,14 @@ def test_zeros_and_wrong_numbers():
 
 def quantized_of(w):
     return hki.quantize_params({"m": {"w": w}}, dtype="trellis3")["m"]["w"]
+
+
+@pytest.mark.parametrize("options", [dict(dtype="trellis3"), dict(dtype="int4", rotate=True)])
+def test_tables_are_not_rotated_unless_they_are_named(options):
+    params = {"embed": {"embeddings": jnp.ones((64, 32))}, "linear": {"w": jnp.ones((32, 64))}}
+    with pytest.warns(UserWarning, match="embed/embeddings .* in another call without a rotation"):
+        new = hki.quantize_params(params, **options)
+    assert new["embed"]["embeddings"] is params["embed"]["embeddings"]
+    assert isinstance(new["linear"]["w"], hki.adapters.Rotated)
+    named = hki.quantize_params(params, targets=["embed/embeddings"], **options)
+    assert isinstance(named["embed"]["embeddings"], hki.adapters.Rotated)

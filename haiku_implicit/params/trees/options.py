@@ -168,12 +168,18 @@ class QuantizeOptions:
         return self.group_size
 
     def fits(self, module_name: str, name: str, value: Array) -> bool:
-        """Whether the groups, and tiles of rows, divide the axes of a matrix."""
+        """Whether the groups, and tiles of rows, divide the axes, and no look-up needs a rotation."""
+        if self._is_rotated_table(name):
+            return False
         size, length, rows = self.divisor, value.shape[self.axis], value.shape[-3 - self.axis]
         if size is None or isinstance(size, str):
             return True
         tile, group = size if isinstance(size, tuple) else (1, size)
         return length % group == 0 and rows % tile == 0
+
+    def _is_rotated_table(self, name: str) -> bool:
+        """Whether a parameter is `hk.Embed`'s: a look-up of a row would rotate the whole table."""
+        return self.is_rotated and name == "embeddings"
 
     @property
     def of_each(self) -> str:
@@ -192,7 +198,15 @@ class QuantizeOptions:
         )
 
     def told(self, left: Sequence[Parameter], *, prepared: bool) -> str:
-        """The warning about weights that the groups do not divide."""
+        """The warning about weights that the groups do not divide, or that are not rotated."""
+        if tables := [p for p in left if self._is_rotated_table(p.name)]:
+            others = [p for p in left if p not in tables]
+            rest = f". {self.told(others, prepared=prepared)}" if others else ""
+            return (
+                f"tables of hk.Embed stay dense, because a look-up of one row would rotate all of them: "
+                f"{named(tables)}. Quantize them in another call without a rotation, or leave them out "
+                f"by exclude={rest}"
+            )
         axis, size = self.axis, self.divisor
         what = "1 weight stays" if len(left) == 1 else f"{len(left)} weights stay"
         axes = "; hki.prepare(model, params, *args) finds matrices in weights of more than two axes"
