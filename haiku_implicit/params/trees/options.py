@@ -203,7 +203,7 @@ class QuantizeOptions:
             others = [p for p in left if p not in tables]
             rest = f". {self.told(others, prepared=prepared)}" if others else ""
             return (
-                f"tables of hk.Embed stay dense, because a look-up of one row would rotate all of them: "
+                "tables of hk.Embed stay dense, because a look-up of one row would rotate all of them: "
                 f"{named(tables)}. Quantize them in another call without a rotation, or leave them out "
                 f"by exclude={rest}"
             )
