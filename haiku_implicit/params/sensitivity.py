@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -146,8 +147,14 @@ class Sensitivity:
         Raises:
           ValueError: for an option or a parameter that does not exist.
         """
-        if isinstance(chosen, int):
-            chosen = self.allocate(chosen)
+        if not isinstance(chosen, Mapping):
+            try:
+                chosen = self.allocate(operator.index(chosen))
+            except TypeError:
+                raise TypeError(
+                    "chosen: expected a whole number of bytes, the result of allocate, or a mapping of "
+                    f"paths to options, got {chosen!r}"
+                ) from None
         for name in dict.fromkeys(chosen.values()):
             if name not in self.options:
                 raise ValueError(f"chosen: expected options of {[*self.options]}, got {name!r}")

@@ -287,17 +287,30 @@ def block(x, name=""):
 
 
 def test_stacked_layers_are_quantized_as_separate_ones():
-    def separate(x):
-        return block(block(x, "p"), "q")
+    """Two stacks of two layers, and then a matrix."""
 
-    one = hk.without_apply_rng(hk.transform(separate))
-    two = hk.without_apply_rng(hk.transform(hk.experimental.layer_stack(2)(block)))
+    def separate(x):
+        for name in "pqrs":
+            x = block(x, name)
+        return hk.Linear(4, name="head")(x)
+
+    def stacks(x):
+        for name in "tu":
+            x = hk.experimental.layer_stack(2, name=name)(block)(x)
+        return hk.Linear(4, name="head")(x)
+
+    one, two = (hk.without_apply_rng(hk.transform(f)) for f in (separate, stacks))
     x = correlated(32, 8)
     params = one.init(jax.random.key(0), x)
-    stack = jax.tree.map(
-        lambda *w: jnp.stack(w), *({c: params[i + c] for c in "zya"} for i in "pq")
-    )
-    stack = {f"__layer_stack_no_per_layer/{c}": own for c, own in stack.items()}
+    places = {
+        f"{name}/{c}": (a + c, b + c)
+        for name, (a, b) in zip("tu", ("pq", "rs"), strict=True)
+        for c in "zya"
+    }
+    stack = {
+        path: jax.tree.map(lambda *w: jnp.stack(w), *(params[i] for i in own))
+        for path, own in places.items()
+    } | {"head": params["head"]}
 
     def quantized(t, params):
         inputs = hki.input_moments(t.apply, params, [x])
@@ -305,9 +318,10 @@ def test_stacked_layers_are_quantized_as_separate_ones():
         return hki.quantize_with_inputs(params, inputs, carry=(t.apply, [(x,)]), **options)
 
     own, stacked = quantized(one, params), quantized(two, stack)
-    for c in "zya":
-        got = hki.materialize(stacked[f"__layer_stack_no_per_layer/{c}"]["w"])
-        close(got, np.stack([hki.materialize(own[i + c]["w"]) for i in "pq"]))
+    for path, layers in places.items():
+        got = hki.materialize(stacked[path]["w"])
+        close(got, np.stack([hki.materialize(own[i]["w"]) for i in layers]))
+    close(hki.materialize(stacked["head"]["w"]), hki.materialize(own["head"]["w"]))
     out = jax.jit(hki.transform_implicit(two).apply)(stacked, x)
     close(out, two.apply(hki.materialize(stacked), x))
 

@@ -263,3 +263,12 @@ def test_tables_are_not_rotated_unless_they_are_named(options):
     assert isinstance(new["linear"]["w"], hki.adapters.Rotated)
     named = hki.quantize_params(params, targets=["embed/embeddings"], **options)
     assert isinstance(named["embed"]["embeddings"], hki.adapters.Rotated)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_weights_of_any_magnitude(size):
+    w = normal((64, 32), 0)
+    scaled = jnp.where(jnp.arange(32) % 2, w, w * size)
+    got = hki.quantize_params({"m": {"w": scaled}}, dtype="trellis3")["m"]["w"]
+    got = hki.materialize(got) / jnp.where(jnp.arange(32) % 2, 1, size)
+    assert jnp.linalg.norm(got - w) < 0.16 * jnp.linalg.norm(w)

@@ -110,17 +110,18 @@ class _Twins:
                 f"carry: the model does not use as x @ w, as it did in inputs: {', '.join(unused)}"
             )
 
-        def alike(path: str) -> tuple[int, int, tuple[int, ...]]:
-            """The causes, first of those with the fewest, and the stacked axes."""
-            cause = causes[path]
-            return cause.bit_count(), cause, self.dense[path].shape[:-2]
+        sources = dict(zip(self.paths, map(program.source, program.outputs), strict=True))
+
+        def alike(path: str) -> tuple[int, tuple[int, ...], int | None]:
+            """The causes, the stacked axes, and the loop, of which the weight is a cause of its own."""
+            is_own = causes[path] >> self.paths.index(path) & 1
+            return causes[path], self.dense[path].shape[:-2], sources[path] if is_own else None
 
         found: list[Stage] = []
-        order = sorted(dict.fromkeys(reversed(self.used)), key=alike)
-        for (_, cause, lead), own in itertools.groupby(order, alike):
+        order = dict.fromkeys(reversed(self.used))  # of the first uses
+        for (_, lead, loop), own in itertools.groupby(order, alike):
             paths = list(own)
-            is_loop = any(cause >> self.paths.index(path) & 1 for path in paths)
-            groups = [[path] for path in paths] if is_loop else [paths]
+            groups = [paths] if loop is None else [[path] for path in paths]
             found += [(group, index) for index in np.ndindex(lead) for group in groups]
         return found
 

@@ -88,6 +88,17 @@ class Program:
             del values[number]
         values[self.inputs[at]] = value
 
+    def source(self, number: int) -> int | None:
+        """Returns the index of the step that makes a value, before any steps of one operand."""
+        step = None
+        while number in self.made_by:
+            step = self.made_by[number]
+            operands = numbers_of(self.steps[step])
+            if len(operands) != 1:
+                break
+            (number,) = operands
+        return step
+
     def needed(self, wanted: Iterable[int], known: Collection[int]) -> tuple[list[_Step], set[int]]:
         """The steps that lead from known values to wanted ones, and the known values they take."""
         left, seen, steps = list(wanted), set(), set()

@@ -243,7 +243,9 @@ class QuantizeOptions:
             return QuantizedMatrix.quantize(w, **known, moments=moments)
         # The codes fit the rounded scales: bfloat16 has the range of any weight.
         wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
-        scale = jnp.sqrt((wide**2).mean(-2)) / trellis.RMS
+        largest = jnp.abs(wide).max(-2, keepdims=True)
+        largest = jnp.where(largest == 0, 1, largest)  # (the squares may overflow)
+        scale = jnp.sqrt(((wide / largest) ** 2).mean(-2)) * (largest[..., 0, :] / trellis.RMS)
         scale = scale.astype(jnp.bfloat16)
         numbers = wide / jnp.where(scale == 0, 1, scale).astype(wide.dtype)[..., None, :]
         codes = trellis.TrellisMatrix.encode(numbers, trellis.BITS[self.dtype], moments, w.dtype)

@@ -77,7 +77,8 @@ def _give_statistic(
 ) -> tuple[Any, ...]:
     rows = [jnp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]) for x in made]
     term = statistic.of(*(x.astype(jnp.float32) for x in rows))
-    return cotangent, tuple(map(jnp.zeros_like, made)), term
+    # Zeros keep the way back to earlier weights, whose statistics do not depend on later weights.
+    return jnp.zeros_like(cotangent), tuple(map(jnp.zeros_like, made)), term
 
 
 _observed.defvjp(lambda statistic, axis, x, made, sums: (x, made), _give_statistic)
