@@ -1,8 +1,8 @@
 """Compares the adapters on one task: held-out loss, seconds a step, bytes.
 
-    taskset -c 1 python -m benchmarks.adapters --resume        # every run that is not recorded yet
-    taskset -c 1 python -m benchmarks.adapters --kinds='LoRA'  # those whose names match
-    python -m benchmarks.adapters --report_only                # the table and the picture
+    taskset -c 1 python -m benchmarks.adapters --adapters_resume  # every run that is not recorded yet
+    taskset -c 1 python -m benchmarks.adapters --adapters_kinds='LoRA'  # those whose names match
+    python -m benchmarks.adapters --adapters_report_only  # the table and the picture
 
 Run it from the root of the repository. `docs/adapters.md` has the results.
 """
@@ -27,12 +27,12 @@ import haiku_implicit as hki
 from benchmarks import adapter_tasks, adapters_report, machine, result_files
 from benchmarks.adapter_kinds import KINDS, Kind, optimizer_of, trained_size
 
-ONLY = flags.DEFINE_string("kinds", "", "A regular expression: only kinds whose names match.")
-TASK = flags.DEFINE_enum("task", "smollm", list(adapter_tasks.TASKS), "The model and its data.")
-RESUME = flags.DEFINE_bool("resume", False, "Keep the recorded runs, and add those that lack.")
-SEEDS = flags.DEFINE_integer("num_seeds", 3, "How many seeds.", lower_bound=1)
-STEPS = flags.DEFINE_integer("num_steps", 20, "Steps of a run.", lower_bound=1)
-REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Only the table and the picture.")
+ONLY = flags.DEFINE_string("adapters_kinds", "", "A regular expression: only kinds whose names match.")
+TASK = flags.DEFINE_enum("adapters_task", "smollm", list(adapter_tasks.TASKS), "The model and its data.")
+RESUME = flags.DEFINE_bool("adapters_resume", False, "Keep the recorded runs, and add those that lack.")
+SEEDS = flags.DEFINE_integer("adapters_seeds", 3, "How many seeds.", lower_bound=1)
+STEPS = flags.DEFINE_integer("adapters_steps", 20, "Steps of a run.", lower_bound=1)
+REPORT_ONLY = flags.DEFINE_bool("adapters_report_only", False, "Only the table and the picture.")
 
 TURNS = 7  # of the steps that are timed
 Results = dict[str, Any]

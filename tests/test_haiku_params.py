@@ -347,7 +347,7 @@ def test_quantize_activations(params):
     with pytest.raises(ValueError, match=r"mlp/~/linear_0/b: expected a QuantizedMatrix, got "):
         hki.quantize_activations(stored, targets=".*/b")
     with pytest.raises(ValueError, match="activation: expected one of"):
-        hki.quantize_activations(stored, "uint8")
+        hki.quantize_activations(stored, "int9")
     with pytest.raises(ValueError, match="a quantized weight"):
         hki.quantize_activations(params)
 

@@ -136,7 +136,7 @@ def test_an_exclude_that_leaves_nothing_says_so():
         hki.add_lora(weights(), 0, rank=2, exclude=".*")
 
 
-@pytest.mark.parametrize("count, shown", [(5, "m/0, m/1, m/2, m/3, m/4$"), (6, "m/3, m/4, ...$")])
+@pytest.mark.parametrize("count, shown", [(5, "m/0, m/1, m/2, m/3, m/4 "), (6, "m/3, m/4, ... ")])
 def test_where_a_predicate_chooses_nothing_the_first_parameters_are_named(count, shown):
     params = {"m": {str(i): jnp.ones((2, 2)) for i in range(count)}}
     with pytest.raises(

@@ -155,7 +155,7 @@ def test_dot_general_by_bits():
 
 
 def test_dot_general_by_bits_errors():
-    with pytest.raises(ValueError, match="fwd_bits: expected .*, got 7"):
-        layers.get_dot_general_by_bits(7)
+    with pytest.raises(ValueError, match="fwd_bits: expected .*, got 9"):
+        layers.get_dot_general_by_bits(9)
     with pytest.raises(ValueError, match="mode: expected .*, got 'eval'"):
         layers.get_dot_general_by_bits(8, "eval")

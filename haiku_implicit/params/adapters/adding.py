@@ -102,7 +102,7 @@ def add_lora(
       Traceback (most recent call last):
       ...
       ValueError: targets: 'linear/v' matches none of the 2 parameters (the whole of 'module/name'
-      has to match). Nearest: linear/w, linear/b
+      has to match). Nearest: linear/w, linear/b (docs/errors.md#nothing-matches)
     """
     options: Any = dict(targets=targets, exclude=exclude, missing_ok=missing_ok)
     options |= dict(rank=rank, alpha=alpha, init=init, rank_stabilized=rank_stabilized)
