@@ -23,7 +23,9 @@ import dense_twin  # noqa: E402
 import smollm  # noqa: E402
 from models import llama  # noqa: E402
 
-LAYERS = flags.DEFINE_integer("adapters_layers", 10, "SmolLM2's last layers, which get adapters.", 1, 30)
+LAYERS = flags.DEFINE_integer(
+    "adapters_layers", 10, "SmolLM2's last layers, which get adapters.", 1, 30
+)
 
 PDBS = flags.DEFINE_string("adapters_zinc_fingers", None, "Folder of PDB files, for ProteinMPNN.")
 

@@ -27,9 +27,15 @@ import haiku_implicit as hki
 from benchmarks import adapter_tasks, adapters_report, machine, result_files
 from benchmarks.adapter_kinds import KINDS, Kind, optimizer_of, trained_size
 
-ONLY = flags.DEFINE_string("adapters_kinds", "", "A regular expression: only kinds whose names match.")
-TASK = flags.DEFINE_enum("adapters_task", "smollm", list(adapter_tasks.TASKS), "The model and its data.")
-RESUME = flags.DEFINE_bool("adapters_resume", False, "Keep the recorded runs, and add those that lack.")
+ONLY = flags.DEFINE_string(
+    "adapters_kinds", "", "A regular expression: only kinds whose names match."
+)
+TASK = flags.DEFINE_enum(
+    "adapters_task", "smollm", list(adapter_tasks.TASKS), "The model and its data."
+)
+RESUME = flags.DEFINE_bool(
+    "adapters_resume", False, "Keep the recorded runs, and add those that lack."
+)
 SEEDS = flags.DEFINE_integer("adapters_seeds", 3, "How many seeds.", lower_bound=1)
 STEPS = flags.DEFINE_integer("adapters_steps", 20, "Steps of a run.", lower_bound=1)
 REPORT_ONLY = flags.DEFINE_bool("adapters_report_only", False, "Only the table and the picture.")

@@ -450,7 +450,9 @@ def test_processes_that_start_at_once(tmp_path):
 
 
 # Functions under the names of the kernels' handlers: quick to compile.
-TINY = "".join(f'extern "C" int {name}() {{ return {i}; }}' for i, name in enumerate(build.HANDLERS, 1))
+TINY = "".join(
+    f'extern "C" int {name}() {{ return {i}; }}' for i, name in enumerate(build.HANDLERS, 1)
+)
 
 
 class Builds:
