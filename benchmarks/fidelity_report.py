@@ -97,27 +97,9 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "int4, 64, GPTQ × int8": (
         dict(dtype="int4", group_size=64, calibration="mse", activation="int8,groups", **BF16), "gptq",
     ),
-    "trellis4": (dict(dtype="trellis4"), None),
-    "trellis3": (dict(dtype="trellis3"), None),
-    "trellis2": (dict(dtype="trellis2"), None),
     "trellis4, LDLQ": (dict(dtype="trellis4"), "gptq"),
     "trellis3, LDLQ": (dict(dtype="trellis3"), "gptq"),
     "trellis2, LDLQ": (dict(dtype="trellis2"), "gptq"),
-    "int4 per channel, rotated, mse": (
-        dict(dtype="int4", calibration="mse", rotate=True, **BF16), None,
-    ),
-    "int4, 64, rotated, mse": (
-        dict(dtype="int4", group_size=64, calibration="mse", rotate=True, **BF16), None,
-    ),
-    "int4, 64, rotated, GPTQ": (
-        dict(dtype="int4", group_size=64, calibration="mse", rotate=True, **BF16), "gptq",
-    ),
-    "int3, 64, rotated, mse": (
-        dict(dtype="int3", group_size=64, calibration="mse", rotate=True, **BF16), None,
-    ),
-    "int3, 64, rotated, GPTQ": (
-        dict(dtype="int3", group_size=64, calibration="mse", rotate=True, **BF16), "gptq",
-    ),
     "int8 × int8": (W8A8, None),
     "int8 × int8, SmoothQuant": (W8A8, "smoothquant"),
 }  # fmt: skip
@@ -152,13 +134,9 @@ MAIN = (
     "int4, 64, AWQ",
     "int3, 64, GPTQ",
     "int3, 64, GPTQ in order",
-    "int3, 64, rotated, GPTQ",
     "trellis4, LDLQ",
     "trellis3, LDLQ",
     "trellis2, LDLQ",
-    "trellis4",
-    "trellis3",
-    "trellis2",
     "int8 × int8",
     "int8 × int8, SmoothQuant",
     "Qwix 0.1.8: nf4 tile 64",
