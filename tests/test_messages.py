@@ -244,6 +244,11 @@ MISTAKES = {
         {"a": {"b": jnp.ones(8)}}, targets=".*"
     ),
     "group_size: expected None": lambda: hki.quantize_params(PARAMS, group_size=3, targets=".*"),
+    "targets: none of the ... is a weight": lambda: hki.add_lora(PARAMS, 0, rank=9),
+    "targets: none of the ... is a dense": lambda: hki.quantize_params(PARAMS, group_size=3),
+    "Unable to retrieve": lambda: hk.without_apply_rng(
+        hk.transform(lambda x: hk.Linear(8, False, name="a")(x))
+    ).apply({"a": {"w_lora_a": jnp.ones((8, 2))}}, X),
     "LoRA of rank": lambda: hki.add_lora(PARAMS, 0, rank=9, targets=".*"),
     "... no adapter, because": lambda: hki.add_lora(
         {**PARAMS, "b": {"w": jnp.ones((8, 3))}}, 0, rank=4

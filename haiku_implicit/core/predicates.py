@@ -71,7 +71,10 @@ def compiled(argument: str, pattern: Any) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as e:
-        raise ValueError(f"{argument}: {pattern!r} is not a regular expression: {e}") from None
+        glob = ". It is no glob: write .* for any text" if "*" in text else ""
+        raise ValueError(
+            f"{argument}: {text!r} is not a regular expression: {e}{glob} {see('nothing-matches')}"
+        ) from None
 
 
 def is_list(targets: Any) -> bool:
@@ -124,6 +127,7 @@ def no_match(
     *,
     kind: str = "parameters",
     wanted: str = "",
+    page: str = "nothing-matches",
 ) -> ValueError:
     """Returns the error for an argument that selects no parameter.
 
@@ -133,13 +137,15 @@ def no_match(
       paths: `module/name` of each parameter. The error lists those most similar to the pattern.
       kind: the word for them.
       wanted: a description of the parameters that None would select.
+      page: the section of the errors' page, if `targets` is None.
     """
     count = f"none of the {len(paths)} {kind}"
     if not isinstance(targets, str | re.Pattern):
         of_value = "the predicate is true of" if callable(targets) else f"{targets!r} chooses"
         what = f"{count} is {wanted}" if targets is None else f"{of_value} {count}"
         shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
-        return ValueError(f"{argument}: {what}. There are: {shown} {see('nothing-matches')}")
+        page = page if targets is None else "nothing-matches"
+        return ValueError(f"{argument}: {what}. There are: {shown} {see(page)}")
     pattern = targets if isinstance(targets, str) else targets.pattern
     what = f"{pattern!r} matches {count} (the whole of 'module/name' has to match)"
     if pattern in paths:

@@ -9,7 +9,7 @@ import numpy as np
 
 # From this size on, a thread takes less time than a checksum.
 _LARGE = 1 << 20
-# A prime number of words in a row: a disk's page or sector that moved is in other columns.
+# In a block, sums of columns and of rows: a changed row, column, page or sector shows in one of them.
 _ROWS, _WORDS = 128, 1021
 _BLOCK = _ROWS * _WORDS * 8
 
@@ -30,15 +30,17 @@ class Checksum(NamedTuple):
 
 
 def sums32(data: np.ndarray) -> int:
-    """The CRC-32 of sums of bytes `[bytes]` uint8, which takes a third of the time of a CRC-32 of all.
+    """The CRC-32 of sums of bytes `[bytes]` uint8, which takes half of the time of a CRC-32 of all.
 
     In each whole block of 128 rows of 1021 words (little-endian uint64), the sums are those of the
-    columns, modulo 2^64. The bytes after the last whole block follow as they are.
+    columns, then those of the rows, modulo 2^64. The bytes after the last whole block follow as they
+    are.
     """
     whole, found = data.size - data.size % _BLOCK, 0
     for start in range(0, whole, _BLOCK):
         rows = data[start : start + _BLOCK].view("<u8").reshape(_ROWS, _WORDS)
-        found = zlib.crc32(rows.sum(axis=0, dtype=np.uint64).astype("<u8"), found)
+        for axis in (0, 1):
+            found = zlib.crc32(rows.sum(axis=axis, dtype=np.uint64).astype("<u8"), found)
     return zlib.crc32(data[whole:].data, found)
 
 

@@ -84,13 +84,14 @@ def test_the_error_names_the_key_and_the_way_out(path):
         hki.load(path, numpy=True)
 
 
-def test_checksums_are_of_sums_of_columns():
+def test_checksums_are_of_sums_of_columns_and_rows():
     data = np.random.default_rng(0).integers(0, 256, 2 * _BLOCK + 5, dtype=np.uint8)
     found = 0
     for block in (data[:_BLOCK], data[_BLOCK : 2 * _BLOCK]):
         words = struct.unpack(f"<{128 * 1021}Q", block.tobytes())
         sums = [sum(words[i::1021]) % 2**64 for i in range(1021)]
-        found = zlib.crc32(struct.pack("<1021Q", *sums), found)
+        sums += [sum(words[1021 * i : 1021 * (i + 1)]) % 2**64 for i in range(128)]
+        found = zlib.crc32(struct.pack("<1149Q", *sums), found)
     found = zlib.crc32(data[2 * _BLOCK :].tobytes(), found)
     assert sums32(data) == found
     assert sums32(np.concatenate([data[:3], data])[3:]) == found  # (not aligned)
@@ -98,7 +99,14 @@ def test_checksums_are_of_sums_of_columns():
 
 @pytest.mark.parametrize(
     ("first", "second", "size"),
-    [(0, 4096, 4096), (512, 1 << 20, 512), (0, _BLOCK, _BLOCK), (8, 2 * _BLOCK - 8, 8)],
+    [
+        (0, 4096, 4096),
+        (512, 1 << 20, 512),
+        (0, 512 * 1021, 512),
+        (0, 8168, 8168),
+        (0, _BLOCK, _BLOCK),
+        (8, 2 * _BLOCK - 8, 8),
+    ],
 )
 def test_bytes_in_other_places_have_another_checksum(first, second, size):
     data = np.random.default_rng(0).integers(0, 256, 2 * _BLOCK + 5, dtype=np.uint8)
@@ -114,6 +122,12 @@ def test_a_changed_bit_changes_the_checksum(byte):
     changed = data.copy()
     changed[byte] = 128
     assert sums32(changed) != sums32(data)
+
+
+def test_two_changed_bits_of_a_column_change_the_checksum():
+    data = np.zeros(_BLOCK, np.uint8)
+    data[[7, 7 + 8168]] = 128
+    assert sums32(data) != sums32(np.zeros(_BLOCK, np.uint8))
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -14,7 +14,7 @@ import numpy as np
 
 from haiku_implicit.arrays.matrix_view import tensor_of
 from haiku_implicit.core import compat
-from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.array import check_no_half, is_implicit
 from haiku_implicit.core.messages import see, warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import (
@@ -32,7 +32,7 @@ from haiku_implicit.params.haiku.transformed import (
     transform_implicit,
 )
 from haiku_implicit.params.trees.digests import digest
-from haiku_implicit.params.trees.trees import parameters_of
+from haiku_implicit.params.trees.trees import check_whole_tree, parameters_of
 from haiku_implicit.training.gradients import slots_of, trained, treedef_of
 
 Keys = tuple[str, ...]
@@ -182,7 +182,6 @@ class Frozen:
             raise ValueError(
                 "model: it is from hki.freeze already. Freeze model.whole, which takes all parameters, "
                 f"or the trained arrays of this model once more ({error})"
-                f" {see('a-frozen-model')}"
             ) from None
 
     def shapes(self) -> tuple[Params, Sequence[bool]]:
@@ -399,6 +398,8 @@ def _split(params: Params, trainable_dense: Targets, by_reference: bool) -> _Hal
             "params: expected a mapping of parameters as Haiku's init returns it, got "
             f"{type(params).__name__}"
         )
+    for parameter in parameters_of(params):
+        check_no_half(parameter.path, parameter.value)
     params = tree_map_with_implicit(tensor_of, params)  # the axes of `prepare` have done their work
     slots = slots_of(params)
     for slot in slots:
@@ -409,6 +410,7 @@ def _split(params: Params, trainable_dense: Targets, by_reference: bool) -> _Hal
             )
     flags = trained(slots, trainable_dense)
     if not any(flags):
+        check_whole_tree(parameters_of(params))
         raise ValueError(
             "trainable_dense: no array is trained. No implicit array in the parameters has trained "
             "fields (hki.add_lora and hki.add_adapter add some), and trainable_dense= names no array"

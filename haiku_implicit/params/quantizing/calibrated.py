@@ -17,7 +17,7 @@ from haiku_implicit.core.messages import shown, warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, Params, SameTree
 from haiku_implicit.params.quantizing import carried
-from haiku_implicit.params.quantizing.observing import Model, arguments_of, inputs_of
+from haiku_implicit.params.quantizing.observing import Model, arguments_of, check_batches, inputs_of
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import QuantizeOptions
@@ -271,6 +271,7 @@ def _carried(
     """The weights that are quantized in the order of their use."""
     if method.needed != "moments":
         raise ValueError("carry: 'smoothquant' rounds without the moments of inputs")
+    check_batches("carry", batches)
     given = [arguments_of(batch) for batch in batches]
     if not given:
         raise ValueError("carry: expected at least one batch, got none")

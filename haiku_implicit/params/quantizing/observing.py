@@ -75,6 +75,15 @@ class Model(NamedTuple):
         return _total(use_implicit_args(self.apply)(params, *batch))
 
 
+def check_batches(argument: str, batches: Any) -> None:
+    """Raises for an array, of which each row would count as a batch."""
+    if isinstance(batches, jax.Array | np.ndarray):
+        raise TypeError(
+            f"{argument}: expected batches, got an array {list(batches.shape)}. Give [x] for one "
+            "batch, and list(x) for a stack of batches"
+        )
+
+
 def arguments_of(batch: Any) -> tuple[Any, ...]:
     """The arguments of a model for a batch: those of a tuple or a list, or the batch alone."""
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
@@ -84,6 +93,7 @@ def inputs_of(
     needed: str, model: Model, batches: Iterable[Any], paths: Collection[str]
 ) -> dict[str, jax.Array]:
     """A statistic of the inputs of each weight that has inputs, joined over the batches."""
+    check_batches("batches", batches)
     statistic, join = _STATISTICS[needed]
     statistics = dict.fromkeys(paths, statistic)
     zeros = model.zeros(statistics)

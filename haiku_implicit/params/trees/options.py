@@ -54,6 +54,11 @@ class Room(NamedTuple):
         path = path_of(module_name, name)
         return self.rank_of(path) <= self.room_of(path, tuple(value.shape))
 
+    @property
+    def page(self) -> str:
+        """The section of the errors' page for weights that suit and have no room."""
+        return "a-rank-too-large"
+
     def wanted(self, suited: Sequence[Parameter]) -> str:
         """The default targets in words, for the error that none of the suited weights has room."""
         most = max((self.room_of(p.path, tuple(p.value.shape)) for p in suited), default=0)
@@ -185,6 +190,11 @@ class QuantizeOptions:
     def of_each(self) -> str:
         """The new thing that each matrix of a stack has, in words."""
         return "scales"
+
+    @property
+    def page(self) -> str:
+        """The section of the errors' page for weights that suit and do not fit."""
+        return "groups-that-do-not-fit"
 
     def wanted(self, suited: Sequence[Parameter]) -> str:
         """The default targets in words, for the error that none of the suited weights fits."""

@@ -221,7 +221,8 @@ def of_weights(make: Make, default: Weights) -> Edit:
 
     def nothing(parameters: Parameters, choice: Choice) -> ValueError:
         suited = choice._replace(missing_ok=True).chosen(parameters, default.suits)
-        return nothing_chosen(parameters, choice, default.wanted(suited))
+        page = default.page if suited else "nothing-matches"
+        return nothing_chosen(parameters, choice, default.wanted(suited), page)
 
     warn = functools.partial(warn_of_others, default=default, of_each=default.of_each)
     return Edit(make, takes, nothing, warn=warn)
@@ -248,7 +249,9 @@ def marks_of(parameters: Parameters, choice: Choice, edit: Edit) -> list[bool]:
     return marks
 
 
-def nothing_chosen(parameters: Parameters, choice: Choice, wanted: str = "") -> ValueError:
+def nothing_chosen(
+    parameters: Parameters, choice: Choice, wanted: str = "", page: str = "nothing-matches"
+) -> ValueError:
     """The error for targets that choose nothing; raises if all weights are implicit already."""
     check_whole_tree(parameters)
     number = sum(selection.is_complex_weight(*p[:3]) for p in parameters)
@@ -256,7 +259,8 @@ def nothing_chosen(parameters: Parameters, choice: Choice, wanted: str = "") -> 
         wanted += _check_not_done(parameters)
         if number:
             wanted += f" (complex weights, of which there are {number}, are not supported)"
-    return no_match("targets", choice.targets, [p.path for p in parameters], wanted=wanted)
+    paths = [p.path for p in parameters]
+    return no_match("targets", choice.targets, paths, wanted=wanted, page=page)
 
 
 def warn_of_others(
