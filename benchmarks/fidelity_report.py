@@ -129,6 +129,7 @@ MAIN = (
     "nvfp4, mse",
     "int3, 32, zero point, double, mse",
     "int2, 32, zero point, double, mse",
+    "int4, 64, GPTQ",
     "nf4, 64, GPTQ",
     "nf4, 64, GPTQ in order",
     "int4, 64, AWQ",
