@@ -46,6 +46,7 @@ _READ_OF_GROUP = {"targets", "weights", "format", "input_activations", "output_a
 _READ_OF_WEIGHTS = {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure"}
 _FREE_OF_WEIGHTS = {"dynamic", "actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 _SCALES = "F16 BF16 F32"
+_POWERS = "U8 F8_E8M0"  # scales that are powers of two
 _PARTS = (
     *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale"),
     *("weight_shape", "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale"),
@@ -86,9 +87,12 @@ def quantized(tensors: Tensors, where: str, own: Mapping[str, Any]) -> list[Stor
         given = own.get(key)
         none = not given or (isinstance(given, dict) and given.get("format") == "dense")
         expect(none, f"{where}: {key}", "none, or one that does nothing", given)
-    status = own.get("quantization_status", "compressed")
-    expect(status == "compressed", f"{where}: quantization_status", "'compressed'", status)
     _check_format(where, own)
+    status = own.get("quantization_status") or "compressed"
+    # Weights that are only frozen are stored as codes, too, if the format is one of codes.
+    stored = status == "frozen" and own.get("format") not in (None, "dense")
+    right = status == "compressed" or stored
+    expect(right, f"{where}: quantization_status (with this format)", "'compressed'", status)
     groups = own.get("config_groups")
     expect(isinstance(groups, dict) and bool(groups), f"{where}: config_groups", "groups", groups)
     modules = [
@@ -237,7 +241,7 @@ class _Weight(NamedTuple):
                 f"got {list(shape)}"
             )
         if self.scheme.kind == "float":
-            return self._fours(shape) if self.scheme.bits == 4 else self._eights(shape)
+            return self._fours(shape) if self.scheme.bits == 4 else self._eights(shape, dense)
         codes = self._integers(shape)
         return codes.values() if dense else codes.matrix()
 
@@ -292,16 +296,17 @@ class _Weight(NamedTuple):
                 return group
         return np.arange(inputs) // size
 
-    def _eights(self, shape: tuple[int, ...]) -> QuantizedMatrix:
+    def _eights(self, shape: tuple[int, ...], dense: bool) -> QuantizedMatrix:
         codes = self.tensors.array(self._name("weight"), "F8_E4M3", shape)
-        if self._kind("weight_scale") == "U8":  # e8m0, of mxfp8
-            return blocks_of_floats(codes, self._powers(shape), self._block(shape), jnp.bfloat16)
-        return blocks_of_floats(codes, self._scales(shape), self._block(shape))
+        powers = self._kind("weight_scale") in _POWERS.split()  # of mxfp8
+        scales = self._scales(shape, _POWERS) if powers else self._scales(shape)
+        dtype = jnp.bfloat16 if powers else None
+        return blocks_of_floats(codes, scales, self._block(shape), dtype, dense)
 
     def _fours(self, shape: tuple[int, ...]) -> QuantizedMatrix:
         data = self.tensors.array(self._name("weight_packed"), "U8")
         if not self._has("weight_global_scale"):
-            return fours_of_floats(data, self._powers(shape), jnp.bfloat16)
+            return fours_of_floats(data, self._scales(shape, _POWERS), jnp.bfloat16)
         scale = self.tensors.array(self._name("weight_global_scale"), "F32").reshape(-1)
         expect(scale.size == 1, self._name("weight_global_scale"), "one number", scale.size)
         of_all = np.broadcast_to(1 / scale, (*shape[:-2], 1, 1))
@@ -329,8 +334,5 @@ class _Weight(NamedTuple):
         stored = self.tensors.shape(self._name("weight_scale"))
         one = self.scheme.strategy == "tensor" and math.prod(stored) == math.prod(wanted)
         sizes = stored if one else wanted
-        return self.tensors.array(self._name("weight_scale"), kinds, sizes).reshape(wanted)
-
-    def _powers(self, shape: Sequence[int]) -> np.ndarray:
-        """Scales that are powers of two (e8m0)."""
-        return self._scales(shape, "U8 F8_E8M0").view(jnp.float8_e8m0fnu)
+        found = self.tensors.array(self._name("weight_scale"), kinds, sizes).reshape(wanted)
+        return found.view(jnp.float8_e8m0fnu) if kinds == _POWERS else found

@@ -68,7 +68,11 @@ class IntegerCodes(NamedTuple):
 
 
 def blocks_of_floats(
-    codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], out_dtype: Any = None
+    codes: np.ndarray,
+    scales: np.ndarray,
+    block: tuple[int, int],
+    out_dtype: Any = None,
+    dense: bool = False,
 ) -> QuantizedMatrix:
     """A matrix of float8 codes in blocks, the last ones of which may be smaller.
 
@@ -77,6 +81,7 @@ def blocks_of_floats(
       scales: `[..., rows / block rows, k / block columns]`, rounded up.
       block: the rows and columns of a block.
       out_dtype: the dtype of the weight; None for the dtype of the scales.
+      dense: whether the matrix becomes dense at once, so that its scales may take any room.
 
     Raises:
       ValueError: if the last block is so small that scales would take more room than they are worth.
@@ -84,7 +89,7 @@ def blocks_of_floats(
     rows, k = codes.shape[-2:]
     across, along = block
     size = k if along >= k else math.gcd(along, k)
-    if size < min(k, along, _LEAST):
+    if size < min(k, along, _LEAST) and not dense:
         raise ValueError(
             f"rows of {k} numbers end within a block of {along}, and {size} is the largest group that "
             "both are made of, too small for a QuantizedMatrix. `dequantize` makes it dense"

@@ -132,10 +132,53 @@ def test_blocks_of_deepseek(shape, groups, tmp_path):
     np.testing.assert_array_equal(w.materialize(), deepseek(codes, scales, 128).T)
 
 
-def of_one_weight(folder, config, **tensors):
+def of_one_weight(folder, config, *, dequantize=None, dtype="float32", **tensors):
     hki.save(folder / "model.safetensors", {f"up.{key}": x for key, x in tensors.items()})
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
-    return hki.load_hugging_face(folder, {"up.weight": "up/w"})["up"]["w"]
+    names = {"up.weight": "up/w"}
+    return hki.load_hugging_face(folder, names, dtype=dtype, dequantize=dequantize)["up"]["w"]
+
+
+def compressed(form, **weights):
+    """A configuration of compressed-tensors with these settings of weights."""
+    group = {"targets": ["Linear"], "weights": weights}
+    own = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    return own | {"format": form, "quantization_status": "compressed"}
+
+
+@pytest.mark.parametrize(("form", "kind"), [("naive-quantized", "float"), ("int-quantized", "int")])
+def test_frozen_weights_are_codes_if_their_format_says_so(form, kind, tmp_path):
+    config = compressed(form, type=kind, num_bits=8, strategy="tensor")
+    config["quantization_status"] = "frozen"
+    codes = np.arange(-12, 12).reshape(4, 6).astype(np.int8 if kind == "int" else jnp.float8_e4m3fn)
+    own = dict(weight=codes, weight_scale=np.array([0.5], np.float32))
+    w = of_one_weight(tmp_path, config, **own)
+    assert isinstance(w, hki.QuantizedMatrix)
+    np.testing.assert_array_equal(w.materialize(), codes.T.astype(np.float32) / 2)
+    for form in (None, "dense"):  # the weights may be rounded, and not codes
+        with pytest.raises(hki.CheckpointError, match=r"status .*'compressed', got 'frozen'"):
+            of_one_weight(tmp_path, config | {"format": form}, **own)
+
+
+@pytest.mark.parametrize("shape", [(40, 75), (33, 39)])
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+def test_blocks_that_end_early_become_dense(method, shape, tmp_path):
+    rng = np.random.default_rng(0)
+    codes = rng.normal(size=shape).astype(np.float32).astype(jnp.float8_e4m3fn)
+    scales = rng.uniform(1, 2, [-(-n // 32) for n in shape]).astype(np.float32)
+    config, part = {"quant_method": "fp8", "weight_block_size": [32, 32]}, "weight_scale_inv"
+    if method != "fp8":
+        block = dict(strategy="block", block_structure=[32, 32])
+        config = compressed("float-quantized", type="float", num_bits=8, **block)
+        part = "weight_scale"
+    own = {"weight": codes, part: scales}
+    with pytest.raises(ValueError, match=r"within a block of 32, .*`dequantize` makes it dense"):
+        of_one_weight(tmp_path, config, **own)
+    want = deepseek(codes, scales, 32).T
+    for dtype in ("float32", "bfloat16", None):
+        got = of_one_weight(tmp_path, config, **own, dequantize=True, dtype=dtype)
+        assert isinstance(got, jax.Array) and got.dtype == (dtype or "float32")
+        np.testing.assert_array_equal(got, want.astype(got.dtype))
 
 
 def test_scales_of_float8_for_outputs_and_for_all(tmp_path):
@@ -171,7 +214,7 @@ WRONG = [
     (["format"], "marlin-24", "format: expected one of pack-quantized, .*got 'marlin-24'"),
     (["transform_config"], {"R1": {}}, "transform_config: expected none"),
     (["sparsity_config"], {"format": "sparse-24-bitmask"}, "sparsity_config: expected none"),
-    (["quantization_status"], "frozen", "quantization_status: expected 'compressed', got 'frozen'"),
+    (["quantization_status"], "calibration", "expected 'compressed', got 'calibration'"),
     (["config_groups"], {}, "config_groups: expected groups, got {}"),
     (["rotation"], 1, "rotation: 1: not a key that is known"),
     (["config_groups", "group_0", "weights", "num_bits"], 9, "int and 2 to 8, or float and 4 or 8"),
