@@ -154,6 +154,8 @@ def _group_of(where: str, groups: Mapping[str, Any], module: str) -> tuple[str, 
         targets = group.get("targets")
         right = isinstance(targets, list) and all(isinstance(x, str) for x in targets)
         expect(right, f"{where}: config_groups: {key}: targets", "a list of names", targets)
+        if group.get("weights") is None:  # of activations only, such as those of attention
+            continue
         for target in targets:
             if target == module or _matches(where, target, module):
                 named.append((target.startswith("re:"), target, key))
@@ -240,6 +242,7 @@ class _Weight(NamedTuple):
                 f"{self.tensors.where}: {self.module}: expected [outputs, inputs], none of them empty, "
                 f"got {list(shape)}"
             )
+        self._check_symmetric(shape)
         if self.scheme.kind == "float":
             return self._fours(shape) if self.scheme.bits == 4 else self._eights(shape, dense)
         codes = self._integers(shape)
@@ -261,14 +264,35 @@ class _Weight(NamedTuple):
         else:
             codes = self._unsigned(self.tensors.array(self._name("weight"), "I8", shape))
         zeros = np.full(scales.shape, 2 ** (bits - 1), np.int16)
-        if not self.scheme.symmetric and packed and self.scheme.strategy != "tensor":
-            columns = self._unpacked("weight_zero_point", (*lead, scales.shape[-1], outputs), True)
-            zeros = np.swapaxes(columns, -1, -2).astype(np.int16)
-        elif not self.scheme.symmetric:
-            stored = self.tensors.array(self._name("weight_zero_point"), "I8")
-            zeros = self._unsigned(stored.reshape(scales.shape)).astype(np.int16)
+        if not self.scheme.symmetric:
+            zeros = self._zeros(scales.shape, outputs)
         group = self._groups(inputs, size or inputs, scales.shape[-1])
         return IntegerCodes(codes, scales, zeros, group, bits)
+
+    def _zeros(self, shape: tuple[int, ...], outputs: int) -> np.ndarray:
+        """The zero points, of the shape of the scales; the middle code is a zero point of 0."""
+        if self._has("weight_packed") and self.scheme.strategy != "tensor":
+            sizes = (*shape[:-2], shape[-1], outputs)
+            columns = self._unpacked("weight_zero_point", sizes, True)
+            return np.swapaxes(columns, -1, -2).astype(np.int16)
+        stored = self.tensors.array(self._name("weight_zero_point"), "I8")
+        return self._unsigned(stored.reshape(shape)).astype(np.int16)
+
+    def _check_symmetric(self, shape: tuple[int, ...]) -> None:
+        """Raises for zero points other than 0 if the configuration says that there are none."""
+        if not self.scheme.symmetric or not self._has("weight_zero_point"):
+            return
+        if self.scheme.kind == "int" and self._kind("weight_zero_point") == "I32":
+            middle = 2 ** (self.scheme.bits - 1)
+            found = self._zeros(self._scales(shape).shape, shape[-2]) - middle
+        else:
+            found = self.tensors.array(self._name("weight_zero_point")).astype(np.float32)
+        if found.any():
+            raise CheckpointError(
+                f"{self.tensors.where}: {self._name('weight_zero_point')}: the configuration says that "
+                "the weight is symmetric, by which all zero points are 0; got "
+                f"{found.min():g} ... {found.max():g}"
+            )
 
     def _unpacked(self, part: str, shape: tuple[int, ...], transposed: bool = False) -> np.ndarray:
         """Codes in runs of bits, each one a row of `shape`."""

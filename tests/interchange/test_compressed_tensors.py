@@ -160,6 +160,57 @@ def test_frozen_weights_are_codes_if_their_format_says_so(form, kind, tmp_path):
             of_one_weight(tmp_path, config | {"format": form}, **own)
 
 
+def packed_fours():
+    """A configuration for 4 bits, the tensors of a weight [8, 16], and its values."""
+    codes = np.random.default_rng(0).integers(0, 16, (8, 16))
+    words = (codes.reshape(8, 2, 8) << np.arange(0, 32, 4)).sum(-1).astype(np.uint32).view(np.int32)
+    own = dict(weight_packed=words, weight_scale=np.full((8, 1), 0.5, np.float32))
+    own["weight_shape"] = np.array([8, 16])
+    return compressed("pack-quantized", num_bits=4, strategy="channel"), own, (codes - 8).T / 2
+
+
+MIDDLES = np.array([[0x88888888]], np.uint32).view(np.int32)
+EIGHTS = compressed("float-quantized", type="float", num_bits=8, strategy="channel")
+
+
+@pytest.mark.parametrize("zeros", [MIDDLES, np.zeros((8, 1), np.int8)], ids=["packed", "int8"])
+def test_zero_points_of_a_symmetric_weight_are_0(zeros, tmp_path):
+    config, own, want = packed_fours()
+    w = of_one_weight(tmp_path, config, **own, weight_zero_point=zeros)
+    assert w.format == "int4"
+    np.testing.assert_array_equal(w.materialize(), want)
+    one_less = zeros - np.ones_like(zeros)
+    for dequantize in (None, True):
+        with pytest.raises(
+            hki.CheckpointError,
+            match=r"up.weight_zero_point: .* symmetric, .*; got -1 \.\.\. (0|-1)$",
+        ):
+            of_one_weight(
+                tmp_path, config, **own, weight_zero_point=one_less, dequantize=dequantize
+            )
+
+
+def test_zero_points_of_floats_are_0(tmp_path):
+    codes = np.ones((2, 16), jnp.float8_e4m3fn)
+    own = dict(weight=codes, weight_scale=np.ones((2, 1), np.float32))
+    zeros = np.zeros((2, 1), jnp.float8_e4m3fn)
+    w = of_one_weight(tmp_path, EIGHTS, **own, weight_zero_point=zeros)
+    np.testing.assert_array_equal(w.materialize(), np.ones((16, 2)))
+    with pytest.raises(hki.CheckpointError, match=r"symmetric, .*; got 0 \.\.\. 1$"):
+        of_one_weight(tmp_path, EIGHTS, **own, weight_zero_point=np.eye(2, 1, dtype=np.int8))
+
+
+def test_groups_of_activations_say_nothing_about_weights(tmp_path):
+    config, own, want = packed_fours()
+    attention = {"targets": ["LlamaAttention"], "weights": None}
+    attention["input_activations"] = {"num_bits": 8, "type": "float"}
+    config["config_groups"] = {"group_1": attention, **config["config_groups"]}
+    np.testing.assert_array_equal(of_one_weight(tmp_path, config, **own).materialize(), want)
+    config["config_groups"] = {"group_1": attention}
+    with pytest.raises(hki.CheckpointError, match=r"up: expected one group .*got none"):
+        of_one_weight(tmp_path, config, **own)
+
+
 @pytest.mark.parametrize("shape", [(40, 75), (33, 39)])
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
 def test_blocks_that_end_early_become_dense(method, shape, tmp_path):
