@@ -85,7 +85,8 @@ def quantized(tensors: Tensors, where: str, own: Mapping[str, Any]) -> list[Stor
     _check_keys(where, own, _READ | _FREE)
     for key in ("transform_config", "sparsity_config"):
         given = own.get(key)
-        none = not given or (isinstance(given, dict) and given.get("format") == "dense")
+        none = not given or given == {"config_groups": {}}
+        none = none or (isinstance(given, dict) and given.get("format") == "dense")
         expect(none, f"{where}: {key}", "none, or one that does nothing", given)
     _check_format(where, own)
     status = own.get("quantization_status") or "compressed"
@@ -228,6 +229,11 @@ class _Weight(NamedTuple):
         name = self._name("weight_packed")
         if name not in self.tensors.files:
             return self.tensors.shape(self._name("weight"))
+        if self._has("weight"):
+            raise CheckpointError(
+                f"{self.tensors.where}: {name}: expected either this or {self._name('weight')}, got "
+                "both, which may differ. Leave one out of the files"
+            )
         if self.scheme.kind == "float":
             *lead, half = self.tensors.shape(name)
             return *lead, 2 * half
@@ -329,10 +335,15 @@ class _Weight(NamedTuple):
 
     def _fours(self, shape: tuple[int, ...]) -> QuantizedMatrix:
         data = self.tensors.array(self._name("weight_packed"), "U8")
+        rows, columns = self._block(shape)
+        whole = shape[-2] % rows == 0 and (shape[-1] % columns == 0 or columns > shape[-1])
+        where = f"{self.tensors.where}: {self._name('weight_packed')}"
+        expect(whole, where, f"whole blocks of {[rows, columns]}", list(shape))
         if not self._has("weight_global_scale"):
             return fours_of_floats(data, self._scales(shape, _POWERS), jnp.bfloat16)
         scale = self.tensors.array(self._name("weight_global_scale"), "F32").reshape(-1)
-        expect(scale.size == 1, self._name("weight_global_scale"), "one number", scale.size)
+        where = f"{self.tensors.where}: {self._name('weight_global_scale')}"
+        expect(scale.size == 1 and bool(scale[0]), where, "one number, not 0", scale.tolist())
         of_all = np.broadcast_to(1 / scale, (*shape[:-2], 1, 1))
         codes = self._scales(shape, "F8_E4M3")
         scales = QuantizedMatrix.from_parts(codes, of_all, dtype="fp8_e4m3", axis=-1)

@@ -40,18 +40,23 @@ class IntegerCodes(NamedTuple):
         """A `QuantizedMatrix` of the weight, without offsets if all zero points are the middle code.
 
         Raises:
-          ValueError: if its groups are not runs of inputs, or do not fill whole bytes.
+          ValueError: if its groups are not runs of inputs of one size, or do not fill whole bytes.
         """
         codes, scales, zeros, group, bits = self
         if bits == 7:  # in 8 bits
             codes, zeros, bits = codes + np.uint8(64), zeros + 64, 8
         *lead, inputs = codes.shape
         groups = scales.shape[-1]
-        size = inputs // groups
-        if inputs % groups or (group != np.arange(inputs) // size).any():
+        size = int(np.count_nonzero(group == 0)) or 1
+        if groups != -(-inputs // size) or (group != np.arange(inputs) // size).any():
             raise ValueError(
                 "the groups are not runs of inputs that follow each other (desc_act, actorder, g_idx), "
                 "which a QuantizedMatrix can't hold. `dequantize` makes it dense"
+            )
+        if inputs % size:
+            raise ValueError(
+                f"rows of {inputs} numbers end within a group of {size}, which a QuantizedMatrix can't "
+                "hold. `dequantize` makes it dense"
             )
         symmetric = (zeros == 2 ** (bits - 1)).all()
         fmt = formats.FORMATS[f"int{bits}" if symmetric else f"uint{bits}"]

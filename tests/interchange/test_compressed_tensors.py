@@ -211,6 +211,89 @@ def test_groups_of_activations_say_nothing_about_weights(tmp_path):
         of_one_weight(tmp_path, config, **own)
 
 
+F8 = np.ones((2, 16), jnp.float8_e4m3fn)
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [2, 16]}
+WITHOUT_SCALES = [
+    (EIGHTS, "weight", F8, "weight_scale"),
+    (EIGHTS, "weight", F8.astype(np.int8), "weight_scale"),
+    (EIGHTS, "weight_packed", MIDDLES, "weight_scale"),
+    (BLOCKS, "weight", F8, "weight_scale_inv"),
+    ({"quant_method": "fp8"}, "weight", F8, "weight_scale"),
+    (BLOCKS, "weight_packed", MIDDLES, "weight_scale"),
+    (BLOCKS, "qweight", MIDDLES, "scales"),
+]
+
+
+@pytest.mark.parametrize(("config", "part", "codes", "scales"), WITHOUT_SCALES)
+def test_codes_without_scales(config, part, codes, scales, tmp_path):
+    with pytest.raises(hki.CheckpointError, match=rf": up\.{scales}: missing, and the weights are"):
+        of_one_weight(tmp_path, config, **{part: codes})
+
+
+def test_codes_of_another_method_than_the_configuration_says(tmp_path):
+    _, own, _ = packed_fours()
+    with pytest.raises(hki.CheckpointError, match="weight_packed: .*no quantization_config in con"):
+        of_one_weight(tmp_path, BLOCKS, **own)
+
+
+def floats_with_powers(bits):
+    """A configuration for mx floats, the tensors of a weight [2, 64], and its values."""
+    powers = np.array([[126, 128], [127, 130]], np.uint8)
+    config = compressed(
+        f"mxfp{bits}-{'pack-' if bits == 4 else ''}quantized",
+        **dict(type="float", num_bits=bits, strategy="group", group_size=32),
+    )
+    if bits == 8:
+        codes, own = np.arange(128).reshape(2, 64).astype(jnp.float8_e4m3fn), "weight"
+        values = codes.astype(np.float32)
+    else:  # all are code 2, which is 1
+        codes, own, values = np.full((2, 32), 0x22, np.uint8), "weight_packed", np.ones((2, 64))
+    factors = np.repeat(2.0 ** (powers.astype(int) - 127), 32, -1)
+    return config, {own: codes, "weight_scale": powers}, (values * factors).T
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_powers_as_bytes_and_as_floats(bits, tmp_path):
+    config, own, want = floats_with_powers(bits)
+    np.testing.assert_array_equal(of_one_weight(tmp_path, config, **own).materialize(), want)
+    own["weight_scale"] = own["weight_scale"].view(jnp.float8_e8m0fnu)
+    np.testing.assert_array_equal(of_one_weight(tmp_path, config, **own).materialize(), want)
+
+
+def test_fours_fill_their_groups(tmp_path):
+    config, own, _ = floats_with_powers(4)
+    own["weight_packed"] = own["weight_packed"][:, :24]  # two groups of 24 would fit, too
+    with pytest.raises(hki.CheckpointError, match=r"whole blocks of \[1, 32\], got \[2, 48\]"):
+        of_one_weight(tmp_path, config, **own)
+
+
+@pytest.mark.parametrize("scale", [[0], [1, 1]])
+def test_a_global_scale_is_one_number(scale, tmp_path):
+    config = compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="channel")
+    own = dict(weight_packed=np.full((2, 16), 0x22, np.uint8), weight_scale=F8[:, :1])
+    good = of_one_weight(tmp_path, config, **own, weight_global_scale=np.array([2], np.float32))
+    np.testing.assert_array_equal(good.materialize(), np.full((32, 2), 0.5))
+    message = rf"{tmp_path.name}: up.weight_global_scale: expected one number, not 0"
+    with pytest.raises(hki.CheckpointError, match=message):
+        of_one_weight(tmp_path, config, **own, weight_global_scale=np.array(scale, np.float32))
+
+
+def test_tensors_that_contradict_each_other(tmp_path):
+    config, own, want = packed_fours()
+    config["transform_config"] = {"config_groups": {}}
+    np.testing.assert_array_equal(of_one_weight(tmp_path, config, **own).materialize(), want)
+    with pytest.raises(hki.CheckpointError, match=r"weight_packed: expected either .*got both"):
+        of_one_weight(tmp_path, config, **own, weight=np.ones((8, 16), np.float32))
+    config["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": 8}
+    own["weight_scale"] = own["weight_scale"].repeat(2, -1)
+    np.testing.assert_array_equal(of_one_weight(tmp_path, config, **own).materialize(), want)
+    own["weight_shape"] = np.array([8, 15])
+    with pytest.raises(ValueError, match=r"rows of 15 numbers end within a group of 8, which"):
+        of_one_weight(tmp_path, config, **own)
+    dense = of_one_weight(tmp_path, config, **own, dequantize=True)
+    np.testing.assert_array_equal(dense, want[:15])
+
+
 @pytest.mark.parametrize("shape", [(40, 75), (33, 39)])
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
 def test_blocks_that_end_early_become_dense(method, shape, tmp_path):
