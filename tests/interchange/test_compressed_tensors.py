@@ -294,8 +294,7 @@ def test_tensors_that_contradict_each_other(tmp_path):
     np.testing.assert_array_equal(dense, want[:15])
 
 
-@pytest.mark.parametrize("shape", [(40, 75), (33, 39)])
-@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+@pytest.mark.parametrize(("method", "shape"), [("fp8", (40, 75)), ("compressed-tensors", (33, 39))])
 def test_blocks_that_end_early_become_dense(method, shape, tmp_path):
     rng = np.random.default_rng(0)
     codes = rng.normal(size=shape).astype(np.float32).astype(jnp.float8_e4m3fn)
