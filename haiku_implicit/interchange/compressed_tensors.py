@@ -46,6 +46,7 @@ _READ_OF_GROUP = {"targets", "weights", "format", "input_activations", "output_a
 _READ_OF_WEIGHTS = {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure"}
 _FREE_OF_WEIGHTS = {"dynamic", "actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 _SCALES = "F16 BF16 F32"
+_POWERS = "U8 F8_E8M0"  # scales that are powers of two
 _PARTS = (
     *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale"),
     *("weight_shape", "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale"),
@@ -84,11 +85,15 @@ def quantized(tensors: Tensors, where: str, own: Mapping[str, Any]) -> list[Stor
     _check_keys(where, own, _READ | _FREE)
     for key in ("transform_config", "sparsity_config"):
         given = own.get(key)
-        none = not given or (isinstance(given, dict) and given.get("format") == "dense")
+        none = not given or given == {"config_groups": {}}
+        none = none or (isinstance(given, dict) and given.get("format") == "dense")
         expect(none, f"{where}: {key}", "none, or one that does nothing", given)
-    status = own.get("quantization_status", "compressed")
-    expect(status == "compressed", f"{where}: quantization_status", "'compressed'", status)
     _check_format(where, own)
+    status = own.get("quantization_status") or "compressed"
+    # Weights that are only frozen are stored as codes, too, if the format is one of codes.
+    stored = status == "frozen" and own.get("format") not in (None, "dense")
+    right = status == "compressed" or stored
+    expect(right, f"{where}: quantization_status (with this format)", "'compressed'", status)
     groups = own.get("config_groups")
     expect(isinstance(groups, dict) and bool(groups), f"{where}: config_groups", "groups", groups)
     modules = [
@@ -150,6 +155,8 @@ def _group_of(where: str, groups: Mapping[str, Any], module: str) -> tuple[str, 
         targets = group.get("targets")
         right = isinstance(targets, list) and all(isinstance(x, str) for x in targets)
         expect(right, f"{where}: config_groups: {key}: targets", "a list of names", targets)
+        if group.get("weights") is None:  # of activations only, such as those of attention
+            continue
         for target in targets:
             if target == module or _matches(where, target, module):
                 named.append((target.startswith("re:"), target, key))
@@ -222,6 +229,11 @@ class _Weight(NamedTuple):
         name = self._name("weight_packed")
         if name not in self.tensors.files:
             return self.tensors.shape(self._name("weight"))
+        if self._has("weight"):
+            raise CheckpointError(
+                f"{self.tensors.where}: {name}: expected either this or {self._name('weight')}, got "
+                "both, which may differ. Leave one out of the files"
+            )
         if self.scheme.kind == "float":
             *lead, half = self.tensors.shape(name)
             return *lead, 2 * half
@@ -236,8 +248,9 @@ class _Weight(NamedTuple):
                 f"{self.tensors.where}: {self.module}: expected [outputs, inputs], none of them empty, "
                 f"got {list(shape)}"
             )
+        self._check_symmetric(shape)
         if self.scheme.kind == "float":
-            return self._fours(shape) if self.scheme.bits == 4 else self._eights(shape)
+            return self._fours(shape) if self.scheme.bits == 4 else self._eights(shape, dense)
         codes = self._integers(shape)
         return codes.values() if dense else codes.matrix()
 
@@ -257,14 +270,35 @@ class _Weight(NamedTuple):
         else:
             codes = self._unsigned(self.tensors.array(self._name("weight"), "I8", shape))
         zeros = np.full(scales.shape, 2 ** (bits - 1), np.int16)
-        if not self.scheme.symmetric and packed and self.scheme.strategy != "tensor":
-            columns = self._unpacked("weight_zero_point", (*lead, scales.shape[-1], outputs), True)
-            zeros = np.swapaxes(columns, -1, -2).astype(np.int16)
-        elif not self.scheme.symmetric:
-            stored = self.tensors.array(self._name("weight_zero_point"), "I8")
-            zeros = self._unsigned(stored.reshape(scales.shape)).astype(np.int16)
+        if not self.scheme.symmetric:
+            zeros = self._zeros(scales.shape, outputs)
         group = self._groups(inputs, size or inputs, scales.shape[-1])
         return IntegerCodes(codes, scales, zeros, group, bits)
+
+    def _zeros(self, shape: tuple[int, ...], outputs: int) -> np.ndarray:
+        """The zero points, of the shape of the scales; the middle code is a zero point of 0."""
+        if self._has("weight_packed") and self.scheme.strategy != "tensor":
+            sizes = (*shape[:-2], shape[-1], outputs)
+            columns = self._unpacked("weight_zero_point", sizes, True)
+            return np.swapaxes(columns, -1, -2).astype(np.int16)
+        stored = self.tensors.array(self._name("weight_zero_point"), "I8")
+        return self._unsigned(stored.reshape(shape)).astype(np.int16)
+
+    def _check_symmetric(self, shape: tuple[int, ...]) -> None:
+        """Raises for zero points other than 0 if the configuration says that there are none."""
+        if not self.scheme.symmetric or not self._has("weight_zero_point"):
+            return
+        if self.scheme.kind == "int" and self._kind("weight_zero_point") == "I32":
+            middle = 2 ** (self.scheme.bits - 1)
+            found = self._zeros(self._scales(shape).shape, shape[-2]) - middle
+        else:
+            found = self.tensors.array(self._name("weight_zero_point")).astype(np.float32)
+        if found.any():
+            raise CheckpointError(
+                f"{self.tensors.where}: {self._name('weight_zero_point')}: the configuration says that "
+                "the weight is symmetric, by which all zero points are 0; got "
+                f"{found.min():g} ... {found.max():g}"
+            )
 
     def _unpacked(self, part: str, shape: tuple[int, ...], transposed: bool = False) -> np.ndarray:
         """Codes in runs of bits, each one a row of `shape`."""
@@ -292,18 +326,24 @@ class _Weight(NamedTuple):
                 return group
         return np.arange(inputs) // size
 
-    def _eights(self, shape: tuple[int, ...]) -> QuantizedMatrix:
+    def _eights(self, shape: tuple[int, ...], dense: bool) -> QuantizedMatrix:
         codes = self.tensors.array(self._name("weight"), "F8_E4M3", shape)
-        if self._kind("weight_scale") == "U8":  # e8m0, of mxfp8
-            return blocks_of_floats(codes, self._powers(shape), self._block(shape), jnp.bfloat16)
-        return blocks_of_floats(codes, self._scales(shape), self._block(shape))
+        powers = self._kind("weight_scale") in _POWERS.split()  # of mxfp8
+        scales = self._scales(shape, _POWERS) if powers else self._scales(shape)
+        dtype = jnp.bfloat16 if powers else None
+        return blocks_of_floats(codes, scales, self._block(shape), dtype, dense)
 
     def _fours(self, shape: tuple[int, ...]) -> QuantizedMatrix:
         data = self.tensors.array(self._name("weight_packed"), "U8")
+        rows, columns = self._block(shape)
+        whole = shape[-2] % rows == 0 and (shape[-1] % columns == 0 or columns > shape[-1])
+        where = f"{self.tensors.where}: {self._name('weight_packed')}"
+        expect(whole, where, f"whole blocks of {[rows, columns]}", list(shape))
         if not self._has("weight_global_scale"):
-            return fours_of_floats(data, self._powers(shape), jnp.bfloat16)
+            return fours_of_floats(data, self._scales(shape, _POWERS), jnp.bfloat16)
         scale = self.tensors.array(self._name("weight_global_scale"), "F32").reshape(-1)
-        expect(scale.size == 1, self._name("weight_global_scale"), "one number", scale.size)
+        where = f"{self.tensors.where}: {self._name('weight_global_scale')}"
+        expect(scale.size == 1 and bool(scale[0]), where, "one number, not 0", scale.tolist())
         of_all = np.broadcast_to(1 / scale, (*shape[:-2], 1, 1))
         codes = self._scales(shape, "F8_E4M3")
         scales = QuantizedMatrix.from_parts(codes, of_all, dtype="fp8_e4m3", axis=-1)
@@ -329,8 +369,5 @@ class _Weight(NamedTuple):
         stored = self.tensors.shape(self._name("weight_scale"))
         one = self.scheme.strategy == "tensor" and math.prod(stored) == math.prod(wanted)
         sizes = stored if one else wanted
-        return self.tensors.array(self._name("weight_scale"), kinds, sizes).reshape(wanted)
-
-    def _powers(self, shape: Sequence[int]) -> np.ndarray:
-        """Scales that are powers of two (e8m0)."""
-        return self._scales(shape, "U8 F8_E8M0").view(jnp.float8_e8m0fnu)
+        found = self.tensors.array(self._name("weight_scale"), kinds, sizes).reshape(wanted)
+        return found.view(jnp.float8_e8m0fnu) if kinds == _POWERS else found

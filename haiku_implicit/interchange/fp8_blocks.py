@@ -63,7 +63,7 @@ def _stored(tensors: Tensors, name: str, ending: str, block: list[int] | None) -
         scales, own = _grid(codes.shape, scales, block)
         # (transformers computes values in bfloat16 if the scales are only exponents.)
         narrow = scales.dtype == jnp.float8_e8m0fnu
-        return blocks_of_floats(codes, scales, own, jnp.bfloat16 if narrow else None)
+        return blocks_of_floats(codes, scales, own, jnp.bfloat16 if narrow else None, dense)
 
     module = name.rpartition(".")[0]
     uses = (name, f"{name}{ending}", f"{module}.input_scale", f"{module}.activation_scale")

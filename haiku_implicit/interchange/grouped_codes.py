@@ -40,18 +40,23 @@ class IntegerCodes(NamedTuple):
         """A `QuantizedMatrix` of the weight, without offsets if all zero points are the middle code.
 
         Raises:
-          ValueError: if its groups are not runs of inputs, or do not fill whole bytes.
+          ValueError: if its groups are not runs of inputs of one size, or do not fill whole bytes.
         """
         codes, scales, zeros, group, bits = self
         if bits == 7:  # in 8 bits
             codes, zeros, bits = codes + np.uint8(64), zeros + 64, 8
         *lead, inputs = codes.shape
         groups = scales.shape[-1]
-        size = inputs // groups
-        if inputs % groups or (group != np.arange(inputs) // size).any():
+        size = int(np.count_nonzero(group == 0)) or 1
+        if groups != -(-inputs // size) or (group != np.arange(inputs) // size).any():
             raise ValueError(
                 "the groups are not runs of inputs that follow each other (desc_act, actorder, g_idx), "
                 "which a QuantizedMatrix can't hold. `dequantize` makes it dense"
+            )
+        if inputs % size:
+            raise ValueError(
+                f"rows of {inputs} numbers end within a group of {size}, which a QuantizedMatrix can't "
+                "hold. `dequantize` makes it dense"
             )
         symmetric = (zeros == 2 ** (bits - 1)).all()
         fmt = formats.FORMATS[f"int{bits}" if symmetric else f"uint{bits}"]
@@ -68,7 +73,11 @@ class IntegerCodes(NamedTuple):
 
 
 def blocks_of_floats(
-    codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], out_dtype: Any = None
+    codes: np.ndarray,
+    scales: np.ndarray,
+    block: tuple[int, int],
+    out_dtype: Any = None,
+    dense: bool = False,
 ) -> QuantizedMatrix:
     """A matrix of float8 codes in blocks, the last ones of which may be smaller.
 
@@ -77,6 +86,7 @@ def blocks_of_floats(
       scales: `[..., rows / block rows, k / block columns]`, rounded up.
       block: the rows and columns of a block.
       out_dtype: the dtype of the weight; None for the dtype of the scales.
+      dense: whether the matrix becomes dense at once, so that its scales may take any room.
 
     Raises:
       ValueError: if the last block is so small that scales would take more room than they are worth.
@@ -84,7 +94,7 @@ def blocks_of_floats(
     rows, k = codes.shape[-2:]
     across, along = block
     size = k if along >= k else math.gcd(along, k)
-    if size < min(k, along, _LEAST):
+    if size < min(k, along, _LEAST) and not dense:
         raise ValueError(
             f"rows of {k} numbers end within a block of {along}, and {size} is the largest group that "
             "both are made of, too small for a QuantizedMatrix. `dequantize` makes it dense"

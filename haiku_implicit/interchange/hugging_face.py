@@ -39,8 +39,6 @@ _CONFIG, _COMPRESSION, _MLX = "quantization_config", "compression_config", "quan
 _KEYS = _CONFIG, _COMPRESSION, _MLX
 # Ends of names that only bitsandbytes's weights have: their tensors contain their format.
 _OF_BITSANDBYTES = (".SCB", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
-# Ends of names that only codes have.
-_CODES = (".qweight", ".weight_packed")
 
 
 def load_hugging_face(
@@ -93,10 +91,10 @@ def load_hugging_face(
       (64, 8)
     """
     tensors = open_tensors(path)
-    config = _quantization_of(tensors, read_config(path))
-    found = _quantized(tensors, *config)
+    key, own = _quantization_of(tensors, read_config(path))
+    found = _quantized(tensors, key, own)
     used = {name for stored in found for name in stored.uses}
-    _check_codes(tensors, used, names, of_mlx=config[0] == _MLX)
+    _check_codes(tensors, used, names, key, own)
     found += [tensors.dense(name) for name in tensors.files if name not in used]
     return tree_of(found, names, tensors.where, dtype=dtype, like=like, dequantize=dequantize)
 
@@ -116,25 +114,38 @@ def _quantized(tensors: Tensors, key: str, own: Any) -> list[Stored]:
     return _METHODS[_method_of(where, own)](tensors, where, own)
 
 
-def _check_codes(tensors: Tensors, used: set[str], names: Names, of_mlx: bool) -> None:
+def _check_codes(tensors: Tensors, used: set[str], names: Names, key: str, own: Any) -> None:
     """Raises for codes without a known method of quantization or scales, unless they are left out."""
-    without_scales = []
+    missing = []
     for name, file in tensors.files.items():
-        packed = of_mlx and name.endswith(".weight") and file.tensors[name].dtype == "U32"
-        if name in used or not (packed or name.endswith(_CODES)) or _left_out(names, name):
+        scales = _scales_of(name, file.tensors[name].dtype, key, own)
+        if name in used or not scales or _left_out(names, name):
             continue
-        if not packed:
+        if own is None or scales in tensors.files:
             raise CheckpointError(
-                f"{tensors.where}: {name}: of a quantized weight, and there is no {CONFIG} with a "
-                "quantization_config that says how it was quantized. A place of None leaves it out"
+                f"{tensors.where}: {name}: of a quantized weight, and no quantization_config in "
+                f"{CONFIG} says how it was quantized. A place of None leaves it out"
             )
-        without_scales.append(f"{name.removesuffix('.weight')}.scales")
-    if without_scales:
+        missing.append(scales)
+    if missing:
         raise CheckpointError(
-            f"{tensors.where}: {shown(without_scales)}: missing, and the weights are codes that MLX "
-            f"packed into U32 (quantization in {CONFIG}). Copy the files of the model anew; a place of "
-            "None leaves a weight out"
+            f"{tensors.where}: {shown(missing)}: missing, and the weights are codes ({key} in "
+            f"{CONFIG}). Copy the files of the model anew; a place of None leaves a weight out"
         )
+
+
+def _scales_of(name: str, kind: str, key: str, own: Any) -> str:
+    """The name of the scales of a tensor of codes; empty for other tensors."""
+    if name.endswith(".weight_packed"):
+        return name.removesuffix("_packed") + "_scale"
+    if name.endswith(".qweight") or (key == _MLX and name.endswith(".weight") and kind == "U32"):
+        return name.rpartition(".")[0] + ".scales"
+    own = {} if own is None else own
+    method = next((own[x] for x in METHOD if own.get(x) is not None), None)
+    if key == _COMPRESSION or method == "compressed-tensors":
+        return f"{name}_scale" if kind in ("I8", "F8_E4M3") and name.endswith(".weight") else ""
+    end = "_scale_inv" if own.get("weight_block_size") else "_scale"
+    return f"{name}{end}" if method == "fp8" and kind == "F8_E4M3" else ""
 
 
 def _left_out(names: Names, name: str) -> bool:

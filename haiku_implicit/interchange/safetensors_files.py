@@ -88,8 +88,8 @@ class Tensors:
         scales = self._scales.get(name) or self._scales.get(name.rpartition(".")[0])
         if kind in _PACKED and len(shape) > 1 and scales:
             raise CheckpointError(
-                f"{self.where}: {name}: of a quantized weight, whose scales are {scales}, and there is "
-                f"no {CONFIG} with a quantization_config that says how it was quantized. {out}"
+                f"{self.where}: {name}: of a quantized weight, whose scales are {scales}, and no "
+                f"quantization_config in {CONFIG} says how it was quantized. {out}"
             )
 
     @functools.cached_property

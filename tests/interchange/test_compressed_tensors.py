@@ -132,10 +132,186 @@ def test_blocks_of_deepseek(shape, groups, tmp_path):
     np.testing.assert_array_equal(w.materialize(), deepseek(codes, scales, 128).T)
 
 
-def of_one_weight(folder, config, **tensors):
+def of_one_weight(folder, config, *, dequantize=None, dtype="float32", **tensors):
     hki.save(folder / "model.safetensors", {f"up.{key}": x for key, x in tensors.items()})
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
-    return hki.load_hugging_face(folder, {"up.weight": "up/w"})["up"]["w"]
+    names = {"up.weight": "up/w"}
+    return hki.load_hugging_face(folder, names, dtype=dtype, dequantize=dequantize)["up"]["w"]
+
+
+def compressed(form, **weights):
+    """A configuration of compressed-tensors with these settings of weights."""
+    group = {"targets": ["Linear"], "weights": weights}
+    own = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    return own | {"format": form, "quantization_status": "compressed"}
+
+
+@pytest.mark.parametrize(("form", "kind"), [("naive-quantized", "float"), ("int-quantized", "int")])
+def test_frozen_weights_are_codes_if_their_format_says_so(form, kind, tmp_path):
+    config = compressed(form, type=kind, num_bits=8, strategy="tensor")
+    config["quantization_status"] = "frozen"
+    codes = np.arange(-12, 12).reshape(4, 6).astype(np.int8 if kind == "int" else jnp.float8_e4m3fn)
+    own = dict(weight=codes, weight_scale=np.array([0.5], np.float32))
+    w = of_one_weight(tmp_path, config, **own)
+    assert isinstance(w, hki.QuantizedMatrix)
+    np.testing.assert_array_equal(w.materialize(), codes.T.astype(np.float32) / 2)
+    for form in (None, "dense"):  # the weights may be rounded, and not codes
+        with pytest.raises(hki.CheckpointError, match=r"status .*'compressed', got 'frozen'"):
+            of_one_weight(tmp_path, config | {"format": form}, **own)
+
+
+def packed_fours():
+    """A configuration for 4 bits, the tensors of a weight [8, 16], and its values."""
+    codes = np.random.default_rng(0).integers(0, 16, (8, 16))
+    words = (codes.reshape(8, 2, 8) << np.arange(0, 32, 4)).sum(-1).astype(np.uint32).view(np.int32)
+    own = dict(weight_packed=words, weight_scale=np.full((8, 1), 0.5, np.float32))
+    own["weight_shape"] = np.array([8, 16])
+    return compressed("pack-quantized", num_bits=4, strategy="channel"), own, (codes - 8).T / 2
+
+
+MIDDLES = np.array([[0x88888888]], np.uint32).view(np.int32)
+EIGHTS = compressed("float-quantized", type="float", num_bits=8, strategy="channel")
+
+
+@pytest.mark.parametrize("zeros", [MIDDLES, np.zeros((8, 1), np.int8)], ids=["packed", "int8"])
+def test_zero_points_of_a_symmetric_weight_are_0(zeros, tmp_path):
+    config, own, want = packed_fours()
+    w = of_one_weight(tmp_path, config, **own, weight_zero_point=zeros)
+    assert w.format == "int4"
+    np.testing.assert_array_equal(w.materialize(), want)
+    one_less = zeros - np.ones_like(zeros)
+    for dequantize in (None, True):
+        with pytest.raises(
+            hki.CheckpointError,
+            match=r"up.weight_zero_point: .* symmetric, .*; got -1 \.\.\. (0|-1)$",
+        ):
+            of_one_weight(
+                tmp_path, config, **own, weight_zero_point=one_less, dequantize=dequantize
+            )
+
+
+def test_zero_points_of_floats_are_0(tmp_path):
+    codes = np.ones((2, 16), jnp.float8_e4m3fn)
+    own = dict(weight=codes, weight_scale=np.ones((2, 1), np.float32))
+    zeros = np.zeros((2, 1), jnp.float8_e4m3fn)
+    w = of_one_weight(tmp_path, EIGHTS, **own, weight_zero_point=zeros)
+    np.testing.assert_array_equal(w.materialize(), np.ones((16, 2)))
+    with pytest.raises(hki.CheckpointError, match=r"symmetric, .*; got 0 \.\.\. 1$"):
+        of_one_weight(tmp_path, EIGHTS, **own, weight_zero_point=np.eye(2, 1, dtype=np.int8))
+
+
+def test_groups_of_activations_say_nothing_about_weights(tmp_path):
+    config, own, want = packed_fours()
+    attention = {"targets": ["LlamaAttention"], "weights": None}
+    attention["input_activations"] = {"num_bits": 8, "type": "float"}
+    config["config_groups"] = {"group_1": attention, **config["config_groups"]}
+    np.testing.assert_array_equal(of_one_weight(tmp_path, config, **own).materialize(), want)
+    config["config_groups"] = {"group_1": attention}
+    with pytest.raises(hki.CheckpointError, match=r"up: expected one group .*got none"):
+        of_one_weight(tmp_path, config, **own)
+
+
+F8 = np.ones((2, 16), jnp.float8_e4m3fn)
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [2, 16]}
+WITHOUT_SCALES = [
+    (EIGHTS, "weight", F8, "weight_scale"),
+    (EIGHTS, "weight", F8.astype(np.int8), "weight_scale"),
+    (EIGHTS, "weight_packed", MIDDLES, "weight_scale"),
+    (BLOCKS, "weight", F8, "weight_scale_inv"),
+    ({"quant_method": "fp8"}, "weight", F8, "weight_scale"),
+    (BLOCKS, "weight_packed", MIDDLES, "weight_scale"),
+    (BLOCKS, "qweight", MIDDLES, "scales"),
+]
+
+
+@pytest.mark.parametrize(("config", "part", "codes", "scales"), WITHOUT_SCALES)
+def test_codes_without_scales(config, part, codes, scales, tmp_path):
+    with pytest.raises(hki.CheckpointError, match=rf": up\.{scales}: missing, and the weights are"):
+        of_one_weight(tmp_path, config, **{part: codes})
+
+
+def test_codes_of_another_method_than_the_configuration_says(tmp_path):
+    _, own, _ = packed_fours()
+    with pytest.raises(hki.CheckpointError, match="weight_packed: .*no quantization_config in con"):
+        of_one_weight(tmp_path, BLOCKS, **own)
+
+
+def floats_with_powers(bits):
+    """A configuration for mx floats, the tensors of a weight [2, 64], and its values."""
+    powers = np.array([[126, 128], [127, 130]], np.uint8)
+    config = compressed(
+        f"mxfp{bits}-{'pack-' if bits == 4 else ''}quantized",
+        **dict(type="float", num_bits=bits, strategy="group", group_size=32),
+    )
+    if bits == 8:
+        codes, own = np.arange(128).reshape(2, 64).astype(jnp.float8_e4m3fn), "weight"
+        values = codes.astype(np.float32)
+    else:  # all are code 2, which is 1
+        codes, own, values = np.full((2, 32), 0x22, np.uint8), "weight_packed", np.ones((2, 64))
+    factors = np.repeat(2.0 ** (powers.astype(int) - 127), 32, -1)
+    return config, {own: codes, "weight_scale": powers}, (values * factors).T
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_powers_as_bytes_and_as_floats(bits, tmp_path):
+    config, own, want = floats_with_powers(bits)
+    np.testing.assert_array_equal(of_one_weight(tmp_path, config, **own).materialize(), want)
+    own["weight_scale"] = own["weight_scale"].view(jnp.float8_e8m0fnu)
+    np.testing.assert_array_equal(of_one_weight(tmp_path, config, **own).materialize(), want)
+
+
+def test_fours_fill_their_groups(tmp_path):
+    config, own, _ = floats_with_powers(4)
+    own["weight_packed"] = own["weight_packed"][:, :24]  # two groups of 24 would fit, too
+    with pytest.raises(hki.CheckpointError, match=r"whole blocks of \[1, 32\], got \[2, 48\]"):
+        of_one_weight(tmp_path, config, **own)
+
+
+@pytest.mark.parametrize("scale", [[0], [1, 1]])
+def test_a_global_scale_is_one_number(scale, tmp_path):
+    config = compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="channel")
+    own = dict(weight_packed=np.full((2, 16), 0x22, np.uint8), weight_scale=F8[:, :1])
+    good = of_one_weight(tmp_path, config, **own, weight_global_scale=np.array([2], np.float32))
+    np.testing.assert_array_equal(good.materialize(), np.full((32, 2), 0.5))
+    message = rf"{tmp_path.name}: up.weight_global_scale: expected one number, not 0"
+    with pytest.raises(hki.CheckpointError, match=message):
+        of_one_weight(tmp_path, config, **own, weight_global_scale=np.array(scale, np.float32))
+
+
+def test_tensors_that_contradict_each_other(tmp_path):
+    config, own, want = packed_fours()
+    config["transform_config"] = {"config_groups": {}}
+    np.testing.assert_array_equal(of_one_weight(tmp_path, config, **own).materialize(), want)
+    with pytest.raises(hki.CheckpointError, match=r"weight_packed: expected either .*got both"):
+        of_one_weight(tmp_path, config, **own, weight=np.ones((8, 16), np.float32))
+    config["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": 8}
+    own["weight_scale"] = own["weight_scale"].repeat(2, -1)
+    np.testing.assert_array_equal(of_one_weight(tmp_path, config, **own).materialize(), want)
+    own["weight_shape"] = np.array([8, 15])
+    with pytest.raises(ValueError, match=r"rows of 15 numbers end within a group of 8, which"):
+        of_one_weight(tmp_path, config, **own)
+    dense = of_one_weight(tmp_path, config, **own, dequantize=True)
+    np.testing.assert_array_equal(dense, want[:15])
+
+
+@pytest.mark.parametrize(("method", "shape"), [("fp8", (40, 75)), ("compressed-tensors", (33, 39))])
+def test_blocks_that_end_early_become_dense(method, shape, tmp_path):
+    rng = np.random.default_rng(0)
+    codes = rng.normal(size=shape).astype(np.float32).astype(jnp.float8_e4m3fn)
+    scales = rng.uniform(1, 2, [-(-n // 32) for n in shape]).astype(np.float32)
+    config, part = {"quant_method": "fp8", "weight_block_size": [32, 32]}, "weight_scale_inv"
+    if method != "fp8":
+        block = dict(strategy="block", block_structure=[32, 32])
+        config = compressed("float-quantized", type="float", num_bits=8, **block)
+        part = "weight_scale"
+    own = {"weight": codes, part: scales}
+    with pytest.raises(ValueError, match=r"within a block of 32, .*`dequantize` makes it dense"):
+        of_one_weight(tmp_path, config, **own)
+    want = deepseek(codes, scales, 32).T
+    for dtype in ("float32", "bfloat16", None):
+        got = of_one_weight(tmp_path, config, **own, dequantize=True, dtype=dtype)
+        assert isinstance(got, jax.Array) and got.dtype == (dtype or "float32")
+        np.testing.assert_array_equal(got, want.astype(got.dtype))
 
 
 def test_scales_of_float8_for_outputs_and_for_all(tmp_path):
@@ -171,7 +347,7 @@ WRONG = [
     (["format"], "marlin-24", "format: expected one of pack-quantized, .*got 'marlin-24'"),
     (["transform_config"], {"R1": {}}, "transform_config: expected none"),
     (["sparsity_config"], {"format": "sparse-24-bitmask"}, "sparsity_config: expected none"),
-    (["quantization_status"], "frozen", "quantization_status: expected 'compressed', got 'frozen'"),
+    (["quantization_status"], "calibration", "expected 'compressed', got 'calibration'"),
     (["config_groups"], {}, "config_groups: expected groups, got {}"),
     (["rotation"], 1, "rotation: 1: not a key that is known"),
     (["config_groups", "group_0", "weights", "num_bits"], 9, "int and 2 to 8, or float and 4 or 8"),

@@ -440,7 +440,7 @@ def test_codes_of_configurations_that_are_not_read(tmp_path):
     for config, message in (
         (
             {},
-            r"up.weight: of a quantized weight, whose scales are up.scales, and there is no config",
+            r"up.weight: of a quantized weight, whose scales are up.scales, and no quantization_config",
         ),
         (
             {"compression_config": {"format": "pack-quantized"}},
