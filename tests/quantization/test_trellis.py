@@ -12,6 +12,7 @@ from haiku_implicit.adapters import Hadamard, Rotated
 from haiku_implicit.quantized.cpu import native
 from haiku_implicit.quantized.types import trellis
 from tests.dense_twin import same_without_dense
+from tests.devices import run_on_devices
 from tests.native_targets import with_compiler
 from tests.random_arrays import normal
 
@@ -272,3 +273,25 @@ def test_weights_of_any_magnitude(size):
     got = hki.quantize_params({"m": {"w": scaled}}, dtype="trellis3")["m"]["w"]
     got = hki.materialize(got) / jnp.where(jnp.arange(32) % 2, 1, size)
     assert jnp.linalg.norm(got - w) < 0.16 * jnp.linalg.norm(w)
+
+
+ON_A_MESH = """
+import jax, jax.numpy as jnp, haiku_implicit as hki
+from jax.sharding import AxisType, PartitionSpec as P
+w, x = jax.random.normal(jax.random.key(0), (48, 576)), jax.random.normal(jax.random.key(1), (4, 48))
+product = jax.jit(hki.use_implicit_args(lambda w, x: x @ w))
+for kind in (AxisType.Explicit, AxisType.Auto):
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(kind,))
+    for bits in (2, 3, 4):
+        params = hki.quantize_params({"l": {"w": w}}, dtype=f"trellis{bits}")
+        wanted = x @ hki.materialize(params["l"]["w"])
+        for spec in (P("m", None), P(None, "m")):
+            got = product(hki.place(params, spec, mesh)["l"]["w"], x)
+            assert jnp.abs(got - wanted).max() < 1e-4, (kind, bits, spec)
+print("right")
+"""
+
+
+@pytest.mark.slow
+def test_products_on_a_mesh():
+    assert run_on_devices(ON_A_MESH, 2).splitlines()[-1] == "right"

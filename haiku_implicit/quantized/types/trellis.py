@@ -179,7 +179,8 @@ def windows(words: jax.Array, bits: int, length: int) -> jax.Array:
     lead, own = words.shape[:-1], length * bits // 32
     words = words.reshape(*lead, -1, own)
     following = jnp.roll(words, -1, axis=-1)
-    words, following = (x.reshape(*lead, -1, bits) for x in (words, following))
+    # Each reshape splits one axis, or joins some that no mesh splits.
+    words, following = (x.reshape(*x.shape[:-1], -1, bits) for x in (words, following))
     parts = []
     for i in range(bits):  # the words of 32 numbers
         first, last = (-(-32 * j // bits) for j in (i, i + 1))
