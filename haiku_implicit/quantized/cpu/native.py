@@ -1,8 +1,7 @@
 """The product with a quantized matrix on CPUs: the conditions on operands, and calls of native kernels.
 
-There are two: `QuantizedMatmul` decodes the matrix and multiplies floats, `IntegerMatmul` multiplies
-integer codes with activations rounded to int8. `TrellisEncode` makes trellis codes and
-`TrellisDecode` reads them. `build` compiles and registers them.
+`QuantizedMatmul` decodes the matrix and multiplies floats, `IntegerMatmul` multiplies integer codes with
+activations rounded to int8. `TrellisEncode` makes trellis codes. `build` compiles and registers them.
 """
 
 from collections.abc import Callable
@@ -134,33 +133,13 @@ def _table(fmt: formats.Format) -> np.ndarray:
 
 def trellis_encoder(bits: int, steps: int) -> Callable[..., Any] | None:
     """Returns the native way to call `types.trellis.encode`; None without kernels."""
-
-    def words(w: jax.Array, factor: jax.Array) -> Any:
-        return (*w.shape[:-1], w.shape[-1] * bits // 32), jnp.uint32
-
-    return _of_trellis("TrellisEncode", words, bits, steps)
-
-
-def trellis_decoder(bits: int, steps: int) -> Callable[..., Any] | None:
-    """Returns the native way to get the float32 numbers of words; None without kernels."""
-
-    def numbers(words: jax.Array) -> Any:
-        return (*words.shape[:-1], words.shape[-1] * 32 // bits), jnp.float32
-
-    return _of_trellis("TrellisDecode", numbers, bits, steps)
-
-
-def _of_trellis(
-    handler: str, result: Callable[..., Any], bits: int, steps: int
-) -> Callable[..., Any] | None:
-    """Returns a call of a handler, whose result has the shape and dtype that `result` says."""
     if not build.available():
         return None
 
-    def call(*operands: jax.Array) -> Any:
-        shape, dtype = result(*operands)
-        out = compat.struct(shape, dtype, like=operands)
-        run = jax.ffi.ffi_call(build.PREFIX + handler, out, vmap_method="broadcast_all")
-        return run(*operands, bits=np.int64(bits), steps=np.int64(steps))
+    def call(w: jax.Array, factor: jax.Array) -> Any:
+        shape = (*w.shape[:-1], w.shape[-1] * bits // 32)
+        out = compat.struct(shape, jnp.uint32, like=(w, factor))
+        run = jax.ffi.ffi_call(build.PREFIX + "TrellisEncode", out, vmap_method="broadcast_all")
+        return run(w, factor, bits=np.int64(bits), steps=np.int64(steps))
 
     return call

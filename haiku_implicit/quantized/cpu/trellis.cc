@@ -4,17 +4,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
 
 #include "call.h"
 #include "threads.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -176,114 +171,6 @@ void trellis_encode(const Call& call) {
   });
 }
 
-// --- decoding ------------------------------------------------------------------------------------
-
-#if defined(__AVX512BW__)
-constexpr int kLanes = 16;
-#else
-constexpr int kLanes = 8;
-#endif
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-constexpr int64_t kLongest = 256;   // numbers in a sequence
-constexpr int64_t kWrapped = 16;    // bytes after a sequence, with which it begins again
-
-// The numbers, times 64, from the beginning of a byte on.
-template <int bits>
-struct Decoder {
-#if defined(__AVX512BW__)
-  Decoder() {
-    alignas(64) uint8_t bytes[64];
-    alignas(64) uint32_t shifts[16];
-    for (int i = 0; i < 16; ++i) {
-      shifts[i] = i * bits % 8;
-      for (int j = 0; j < 4; ++j) bytes[4 * i + j] = i * bits / 8 + j;
-    }
-    bytes_ = _mm512_load_si512(bytes), shifts_ = _mm512_load_si512(shifts);
-  }
-
-  Floats operator()(const uint8_t* from) const {
-    __m512i x = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    x = _mm512_srlv_epi32(_mm512_shuffle_epi8(x, bytes_), shifts_);
-    x = _mm512_and_si512(x, _mm512_set1_epi32(kStates - 1));
-    x = _mm512_add_epi32(_mm512_mullo_epi32(x, _mm512_set1_epi32(34038481)), _mm512_set1_epi32(76625530));
-#if defined(__AVX512VNNI__)
-    x = _mm512_dpbusd_epi32(_mm512_set1_epi32(-508), x, _mm512_set1_epi8(1));
-#else
-    x = _mm512_madd_epi16(_mm512_maddubs_epi16(x, _mm512_set1_epi8(1)), _mm512_set1_epi16(1));
-    x = _mm512_sub_epi32(x, _mm512_set1_epi32(508));
-#endif
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(x, 1));
-  }
-
-  __m512i bytes_, shifts_;
-#elif defined(__AVX2__)
-  Decoder() {
-    alignas(32) uint8_t bytes[32];
-    alignas(32) uint32_t shifts[8];
-    for (int i = 0; i < 8; ++i) {
-      shifts[i] = i * bits % 8;
-      for (int j = 0; j < 4; ++j) bytes[4 * i + j] = i * bits / 8 + j;
-    }
-    bytes_ = _mm256_load_si256(reinterpret_cast<const __m256i*>(bytes));
-    shifts_ = _mm256_load_si256(reinterpret_cast<const __m256i*>(shifts));
-  }
-
-  Floats operator()(const uint8_t* from) const {
-    __m256i x = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    x = _mm256_srlv_epi32(_mm256_shuffle_epi8(x, bytes_), shifts_);
-    x = _mm256_and_si256(x, _mm256_set1_epi32(kStates - 1));
-    x = _mm256_add_epi32(_mm256_mullo_epi32(x, _mm256_set1_epi32(34038481)), _mm256_set1_epi32(76625530));
-    x = _mm256_madd_epi16(_mm256_maddubs_epi16(x, _mm256_set1_epi8(1)), _mm256_set1_epi16(1));
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(508)), 1));
-  }
-
-  __m256i bytes_, shifts_;
-#else
-  Decoder() {
-    for (int s = 0; s < kStates; ++s) values_[s] = value_of(s) * 64;
-  }
-
-  Floats operator()(const uint8_t* from) const {
-    Floats found;
-    for (int i = 0; i < kLanes; ++i) {
-      uint32_t word;
-      std::memcpy(&word, from + i * bits / 8, 4);
-      found[i] = values_[word >> i * bits % 8 & (kStates - 1)];
-    }
-    return found;
-  }
-
-  float values_[kStates];
-#endif
-};
-
-// The numbers of one sequence.
-template <int bits>
-void decode(const uint8_t* words, int64_t length, float* out) {
-  static const Decoder<bits> decoder;
-  const int64_t own = length * bits / 8;
-  alignas(64) uint8_t bytes[kLongest * bits / 8 + kWrapped];
-  std::memcpy(bytes, words, own);
-  std::memcpy(bytes + own, words, std::min(own, kWrapped));
-  for (int64_t at = 0; at < length; at += kLanes) {
-    const Floats numbers = decoder(bytes + at * bits / 8) / 64.0f;
-    std::memcpy(out + at, &numbers, sizeof numbers);
-  }
-}
-
-void trellis_decode(const Call& call) {
-  const Array words = call.operand(0), out = call.result(0);
-  const int64_t bits = call.number<int64_t>("bits"), length = call.number<int64_t>("steps");
-  const auto* from = static_cast<const uint8_t*>(words.data);
-  const auto run = bits == 2 ? decode<2> : bits == 3 ? decode<3> : decode<4>;
-  const Team team{worthwhile(call.threads(), out.size())};
-  team.parts(out.size() / length, 1, 64, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i)
-      run(from + i * length * bits / 8, length, out.floats() + i * length);
-  });
-}
-
 }  // namespace
 
 HKI_DEFINE_HANDLER(TrellisEncode, trellis_encode)
-HKI_DEFINE_HANDLER(TrellisDecode, trellis_decode)

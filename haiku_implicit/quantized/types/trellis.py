@@ -218,7 +218,6 @@ def _window(word: jax.Array, following: jax.Array, shift: Any) -> jax.Array:
 def _decoded(words: jax.Array, bits: int, length: int) -> jax.Array:
     """Returns the numbers `[..., length]` of rows of words, float32."""
     steps = sequences(length)[1]
-    # The native decoder is faster, and `jax.export` refuses programs with its call.
     return values(windows(words, bits, steps))[..., :length]
 
 
