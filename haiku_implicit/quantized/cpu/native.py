@@ -1,7 +1,7 @@
 """The product with a quantized matrix on CPUs: the conditions on operands, and calls of native kernels.
 
-`QuantizedMatmul` decodes the matrix and multiplies floats, `IntegerMatmul` multiplies integer codes with
-activations rounded to int8. `TrellisEncode` makes trellis codes. `build` compiles and registers them.
+`QuantizedMatmul` decodes the matrix and multiplies floats, `IntegerMatmul` multiplies integer codes
+with activations rounded to int8. `TrellisEncode` makes trellis codes. `build` compiles them.
 """
 
 from collections.abc import Callable
