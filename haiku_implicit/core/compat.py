@@ -243,16 +243,18 @@ def vary_over(x: Array, axes: Iterable[str]) -> Array:
     return pvary(x, axes)
 
 
+# In the order of how often tracing meets them.
+_ARRAYS = jax.ShapeDtypeStruct, jax.Array, int, float, np.generic, np.ndarray, complex
+
+
 def hi_type(x: Any) -> Any:
     """The type of a value of hijax (not an array), or of such a type itself; None for anything else."""
-    if HiType is None:
+    if HiType is None or isinstance(x, _ARRAYS):
         return None
     if isinstance(x, HiType):
         return x
-    known = jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex
-    converts = hasattr(type(x), "__jax_array__") and not isinstance(x, jax.core.Tracer)
-    if isinstance(x, known) or converts:  # implicit arrays do
-        return None
+    if hasattr(type(x), "__jax_array__") and not isinstance(x, jax.core.Tracer):
+        return None  # an implicit array
     try:
         about = jax.typeof(x)
     except TypeError:

@@ -1,9 +1,9 @@
 """Structures of values, and the common structure of several values.
 
-The structure of a value is the value with `jax.ShapeDtypeStruct` for its leaves, and with the type of a
-leaf that is a value of hijax. A loop's carry and the
-result of a `cond` need a common structure for several values. It is the one with the most implicit
-arrays that all of them reach by materializing others. At worst it is the dense array.
+The structure of a value is the value with `jax.ShapeDtypeStruct` for its leaves, or with the type of a
+leaf that is a value of hijax. A loop's carry and the result of a `cond` need a common structure for
+several values. It is the one with the most implicit arrays that all of them reach by materializing
+others. At worst it is the dense array.
 """
 
 import collections
@@ -185,7 +185,7 @@ def free_summand(x: Array) -> int | None:
 
 def same_dense(a: Array, b: Array) -> bool:
     """Whether two dense values agree in shape and dtype, or in their type if it is one of hijax."""
-    types = compat.hi_type(a), compat.hi_type(b)
-    if types != (None, None):
-        return types[0] == types[1]
+    about = compat.hi_type(a)
+    if about is not None or compat.hi_type(b) is not None:
+        return bool(about == compat.hi_type(b))
     return bool(np.shape(a) == np.shape(b) and jnp.result_type(a) == jnp.result_type(b))

@@ -242,18 +242,22 @@ def test_places_that_do_not_fit_an_adapter_and_modules_left_out(tmp_path):
 
 
 @functools.cache
-def goldens():
+def goldens(file="peft_adapters.npz"):
     """What PEFT wrote and computed, by configuration; see tests/data/make_peft_goldens.py."""
-    with np.load(DATA / "peft_adapters.npz") as file:
-        return {name: file[name] for name in file}
+    with np.load(DATA / file) as arrays:
+        return {name: arrays[name] for name in arrays}
 
 
-def of(name):
+def of(name, *file):
     start = f"{name}/"
-    return {k.removeprefix(start): x for k, x in goldens().items() if k.startswith(start)}
+    return {k.removeprefix(start): x for k, x in goldens(*file).items() if k.startswith(start)}
 
 
-CONFIGURATIONS = sorted({k.split("/")[0] for k in goldens() if k.endswith("/config")})
+def configurations(*file):
+    return sorted({k.split("/")[0] for k in goldens(*file) if k.endswith("/config")})
+
+
+CONFIGURATIONS = configurations()
 
 
 def place(module):
@@ -330,18 +334,8 @@ def test_a_base_in_more_axes(tmp_path):
 # --- what PEFT trains beside the factors ----------------------------------------------------------
 
 
-@functools.cache
-def parts():
-    with np.load(DATA / "peft_parts.npz") as file:
-        return {name: file[name] for name in file}
-
-
-def of_parts(name):
-    start = f"{name}/"
-    return {k.removeprefix(start): x for k, x in parts().items() if k.startswith(start)}
-
-
-PARTS = sorted({k.split("/")[0] for k in parts() if k.endswith("/config")})
+OF_PARTS = "peft_parts.npz"
+PARTS = configurations(OF_PARTS)
 ENDINGS = {"norm": "scale", "norm.bias": "offset", "embed": "embeddings"}
 
 
@@ -354,7 +348,7 @@ def part_place(name):
 
 def with_head():
     params = {}
-    for key, x in of_parts("base").items():
+    for key, x in of("base", OF_PARTS).items():
         own, name = part_place(key.removesuffix(".weight")).rsplit("/", 1)
         params.setdefault(own, {})[name] = jnp.asarray(x.T if name == "w" else x)
     return params
@@ -364,7 +358,7 @@ def run_with_head(params):
     def linear(x, name):
         return x @ params[name]["w"] + params[name]["b"]
 
-    x = params["embed"]["embeddings"][parts()["ids"]]
+    x = params["embed"]["embeddings"][goldens(OF_PARTS)["ids"]]
     for i in range(2):
         x = x + linear(jnp.tanh(linear(x, f"layers/{i}/up")), f"layers/{i}/down")
     x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
@@ -372,7 +366,7 @@ def run_with_head(params):
 
 
 def written_with_parts(folder, name, **changes):
-    own = of_parts(name)
+    own = of(name, OF_PARTS)
     tensors = {k.removeprefix("tensors/"): x for k, x in own.items() if k.startswith("tensors/")}
     return write(folder, json.loads(str(own["config"])) | changes, tensors)
 
@@ -382,7 +376,7 @@ def written_with_parts(folder, name, **changes):
 def test_parts_beside_the_factors_are_those_of_peft(tmp_path, name):
     adapter = hki.load_peft(written_with_parts(tmp_path, name), part_place)
     params = hki.set_adapter(with_head(), adapter)
-    want = parts()[f"{name}/out"]
+    want = goldens(OF_PARTS)[f"{name}/out"]
     assert np.abs(run_with_head(with_head()) - want).max() > 0.05  # the adapter does something
     out = hki.use_implicit_args(run_with_head)(params)
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
