@@ -64,10 +64,9 @@ def fold_parameters(
         module, name = parts.names[number]
         new.setdefault(module, {})[name] = value
 
+    @use_implicit_args
     def folded(params: Params, *args: Any) -> Any:
-        return use_implicit_args(lambda params, *args: _late(apply, structs, params, args))(
-            params, *args
-        )
+        return _late(apply, structs, params, args)
 
     return folded, new
 
@@ -113,9 +112,9 @@ def _split(apply: Callable[..., Any], structs: Params, args: tuple[Any, ...]) ->
 
     wanted, late = set(program.outputs), []  # `wanted`: numbers that the second part uses
     for step in reversed(program.steps):
-        if wanted.isdisjoint(step.results):
+        if wanted.isdisjoint(step.results) and not step.eqn.effects:
             continue
-        causes = program.causes[step.results[0]]
+        causes = 0 if step.eqn.effects else program.causes[step.results[0]]
         if causes == 0 or causes & ~mask or not is_worth(step):
             late.append(step)
             wanted.update(numbers_of(step))

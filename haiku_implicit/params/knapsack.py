@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_CELLS = (
-    1 << 16
-)  # sizes are rounded up to a part of the room, if they have no larger common divisor
+# Sizes are rounded up to such a part of the room, if they have no larger common divisor.
+_CELLS = 1 << 16
 _MOST = 1e30  # costs are cut here, so that sums of them are finite
 
 # The ways of an item, as pairs of cost and size.

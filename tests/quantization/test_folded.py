@@ -68,3 +68,19 @@ def test_a_model_without_such_computations_stays_as_it_is():
     jax.tree.map(np.testing.assert_array_equal, new, params)
     key = jax.random.key(2)
     np.testing.assert_array_equal(folded(new, key, x), t.apply(params, key, x))
+
+
+def test_what_a_model_prints_is_printed(capfd):
+    def apply(params, x):
+        w = params["m"]["w"]
+        jax.debug.print("first {}", w[0, 0])
+        return x @ (w / w.std())
+
+    params, x = {"m": {"w": jnp.arange(8.0).reshape(4, 2) + 1}}, jnp.ones((1, 4))
+    folded, new = hki.fold_parameters(apply, params, x)
+    capfd.readouterr()
+    np.testing.assert_allclose(
+        folded(new, x), x @ (params["m"]["w"] / params["m"]["w"].std()), rtol=1e-6
+    )
+    jax.effects_barrier()
+    assert "first 1.0" in capfd.readouterr().out
