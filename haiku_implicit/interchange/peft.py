@@ -46,6 +46,7 @@ TENSORS = "adapter_model.safetensors"
 _LINEAR = "lora_A", "lora_B"
 _EMBEDDING = "lora_embedding_A", "lora_embedding_B"
 _MODEL = "base_model.model."
+_ROWS = "token_adapter.trainable_tokens_delta"
 _LOOK_UP = (
     "PEFT adapts the look-up alone, unless its configuration says ensure_weight_tying. If the Haiku "
     "model also multiplies by this parameter (tied embeddings), here the adapter changes both"
@@ -122,17 +123,21 @@ def save_peft(
     base_model: str | None = None,
     initial: AdapterParts | None = None,
 ) -> None:
-    """Writes a LoRA or DoRA adapter as PEFT does.
+    """Writes a LoRA or DoRA adapter as PEFT does, and the parameters that were trained beside it.
 
     A parameter named `embeddings`, as in `hk.Embed`, is written as the weight of PyTorch's `Embedding`,
     and any other one as the weight of its `Linear`. (If the Haiku model also multiplies by embeddings,
     PEFT still adapts only the look-up, unless its configuration says `ensure_weight_tying`.)
+    `TrainedRows` of an embedding become `trainable_token_indices`. Dense weights become
+    `modules_to_save`: PEFT then wants all tensors of their modules. Other biases become `bias: 'all'`.
 
     Args:
       folder: the folder to write. It is made if it is missing; its parent has to exist. Files in it
         are replaced.
       adapter: the result of `get_adapter`.
-      names: the name of a module in the PyTorch model for each `module/name`.
+      names: the name of a module in the PyTorch model for each `module/name`. Of a dense parameter
+        that is not the weight of its module, the name of the tensor: `{'head/w': 'head', 'head/b':
+        'head.bias'}`.
       base_model: the name of the PyTorch model, for the configuration.
       initial: the result of `get_adapter(params)` before training, for LoRA whose `init` changed the
         weights below it ('pissa', 'olora', `LoftQ`). It is subtracted from the adapter, which then has
@@ -140,34 +145,39 @@ def save_peft(
         quantizing them.)
 
     Raises:
-      ValueError: for an adapter of other types, on stacked weights, or with dense parameters; for a
-        parameter without a name; if `initial` is missing, or is not the adapter's beginning.
+      ValueError: for an adapter of other types, on stacked weights, or without LoRA or DoRA; for a
+        dense parameter that is a kernel of more than two axes, or whose module's name is the end of
+        another one's; for a parameter without a name; if `initial` is missing, or is not the adapter's
+        beginning.
       OSError: for a file that can't be written.
     """
-    way_out = (
-        "Give get_adapter(params) without trainable_dense=, or keep all with haiku_implicit.save"
-    )
-    checked_parts("adapter", adapter, f"trained as a whole, which is not written here. {way_out}")
+    checked_parts("adapter", adapter)
     tensors: dict[str, Array] = {}
-    ranks, alphas = {}, {}
+    ranks, alphas, tokens = {}, {}, {}
     for path, value in adapter.weights.items():
         module = _named(names, path, "adapter")
-        if module in ranks:
+        if module in {*ranks, *tokens}:
             raise ValueError(f"names: two parameters are {module!r}, the second one is {path!r}")
         weight = matrix_of(value)
+        if isinstance(weight, TrainedRows):
+            tokens[module] = _ids_of(path, weight)
+            tensors[f"{module}.{_ROWS}"] = jnp.asarray(weight.rows)
+            continue
         _check_writable(path, weight)
         if isinstance(weight, RestLoRA):
             weight = _for_the_weight_as_it_was(path, weight, adapter, initial)
         own = _tensors_for(path, weight)
-        tensors |= {f"{_MODEL}{module}.{name}": x for name, x in own.items()}
+        tensors |= {f"{module}.{name}": x for name, x in own.items()}
         ranks[module] = int(weight.a.shape[-1])
         alphas[module] = ranks[module] if weight.alpha is None else float(weight.alpha)
-    found = {matrix_of(value).peft_flag for value in adapter.weights.values()}
-    if len(found) > 1:
-        raise ValueError("adapter: PEFT has LoRA or DoRA in one file, got both")
-    config = _config_for(ranks, alphas, found, base_model)
+    whole = _whole_tensors(adapter, names)
+    config = _config_for(ranks, alphas, _flags_of(adapter), base_model)
+    config |= {"trainable_token_indices": tokens or None, **_keys_of_whole(whole, {*ranks, *tokens})}
+    for name, x in whole.items():
+        module = name.removesuffix(".bias")
+        tensors[f"{module}.base_layer.bias" if module in ranks else name] = x
     folder = _made(folder)
-    save(folder / TENSORS, tensors)
+    save(folder / TENSORS, {f"{_MODEL}{name}": x for name, x in tensors.items()})
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
@@ -244,8 +254,8 @@ def _beside(tensors: _Tensors, key: str, tensor: Any, config: Config) -> bool:
     name = key.removeprefix(_MODEL)
     if name == key or not isinstance(tensor, jax.Array | np.ndarray):
         return False
-    module, _, rows = name.partition(".token_adapter.")
-    if rows == "trainable_tokens_delta" and peft_config.tokens_of(config, module):
+    module = name.removesuffix(f".{_ROWS}")
+    if module != name and peft_config.tokens_of(config, module):
         tensors.rows[module] = tensor
         return True
     name = name.replace(".base_layer.bias", ".bias")
@@ -432,6 +442,67 @@ def _check_writable(path: str, weight: Array) -> None:
         )
 
 
+def _flags_of(adapter: AdapterParts) -> set[str]:
+    """The key of the configuration for the adapters' type; there has to be one type."""
+    matrices = [matrix_of(value) for value in adapter.weights.values()]
+    found = {x.peft_flag for x in matrices if not isinstance(x, TrainedRows)}
+    if len(found) > 1:
+        raise ValueError("adapter: PEFT has LoRA or DoRA in one file, got both")
+    if not found:
+        raise ValueError(
+            "adapter: expected LoRA or DoRA on one weight at least, as PEFT has other parts only beside "
+            "them. Keep this one by haiku_implicit.save"
+        )
+    return found
+
+
+def _ids_of(path: str, weight: TrainedRows) -> list[int]:
+    """The indices of the trained rows of an embedding."""
+    whole = path.endswith("/embeddings") and weight.axis == -2 and np.ndim(weight.rows) == 2
+    if not whole or weight.w is not None:
+        raise ValueError(
+            f"{path}: expected trained rows of one embedding (a parameter named embeddings) without "
+            "another adapter below them, got others. Leave them out when the adapter is made (exclude=)"
+        )
+    return [int(i) for i in weight.ids]
+
+
+def _whole_tensors(adapter: AdapterParts, names: Modules) -> dict[str, Array]:
+    """The dense parameters of an adapter, by the names of their tensors in the PyTorch model."""
+    found: dict[str, Array] = {}
+    for path, x in adapter.dense.items():
+        name = _named(names, path, "adapter")
+        name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+        if name in found:
+            raise ValueError(f"names: two parameters are {name!r}, the second one is {path!r}")
+        if is_implicit(x) or np.ndim(x) > 2:
+            raise ValueError(
+                f"{path}: trained as a whole, which is written of dense vectors and matrices, got "
+                f"{describe(x)}. Give get_adapter a trainable_dense= that leaves it out, or keep all "
+                "with haiku_implicit.save"
+            )
+        if path.endswith("/embeddings"):
+            warn_caller(f"{path}: {_LOOK_UP}")
+        found[name] = jnp.transpose(x, Place(path).axes_for(np.ndim(x)))
+    return found
+
+
+def _keys_of_whole(whole: Mapping[str, Array], adapted: set[str]) -> JsonObject:
+    """The keys of the configuration for tensors of whole modules, and for other biases."""
+    owners = {name.rpartition(".")[0] for name in whole}
+    modules = {name.removesuffix(".weight") for name in whole if name.endswith(".weight")}
+    for module in sorted(modules):
+        for other in sorted((owners | adapted) - modules):
+            if other.endswith(module):
+                raise ValueError(
+                    f"names: {module}: trained as a whole, by which PEFT means {other} too, as its name "
+                    "ends in it. Train that as a whole as well, or keep all with haiku_implicit.save"
+                )
+        if module in adapted:
+            raise ValueError(f"names: {module}: has an adapter, and a weight that is trained as a whole")
+    return {"bias": "all" if owners - modules else "none", "modules_to_save": sorted(modules) or None}
+
+
 def _tensors_for(path: str, weight: Array) -> dict[str, Any]:
     """The tensors of a weight, by their names in its module."""
     (first, second), ending = _LINEAR, ".weight"
@@ -476,7 +547,6 @@ def _config_for(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "bias": "none",
         **{flag: flag in flags for flag in _kinds() if flag},
         "use_rslora": False,
         "fan_in_fan_out": False,

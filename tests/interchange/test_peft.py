@@ -385,6 +385,68 @@ def test_parts_beside_the_factors_are_those_of_peft(tmp_path, name):
     assert sorted(kept.dense) == sorted(adapter.dense)
 
 
+def module_names():
+    """The names of modules and of biases in PyTorch, by the parameters of the Haiku model."""
+    names = [key.removesuffix(".weight") for key in of("base", OF_PARTS)]
+    return {part_place(name): name for name in names}
+
+
+@pytest.mark.filterwarnings("ignore:.*PEFT adapts the look-up alone")
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_are_written_as_peft_wrote_them(tmp_path, name):
+    """The same tensors; `tests/run_other_programs.sh peft` has PEFT read such files."""
+    adapter = hki.load_peft(written_with_parts(tmp_path / "old", name), part_place)
+    hki.save_peft(tmp_path / "new", adapter, module_names())
+    old, new = (
+        safetensors.numpy.load_file(tmp_path / x / "adapter_model.safetensors")
+        for x in ("old", "new")
+    )
+    assert old.keys() == new.keys()
+    for key, x in old.items():
+        np.testing.assert_array_equal(new[key], x)
+    again = hki.load_peft(tmp_path / "new", part_place)
+    jax.tree.map(np.testing.assert_array_equal, again, adapter)
+    assert jax.tree.structure(again) == jax.tree.structure(adapter)
+
+
+def parts_of(weights=("layers/0/up/w",), **dense):
+    """An adapter with LoRA on these weights, and with dense parameters."""
+    params = {path.rpartition("/")[0]: {"w": jnp.ones((6, 8))} for path in weights}
+    found = hki.get_adapter(hki.add_lora(params, 0, rank=1)) if weights else None
+    return hki.AdapterParts(found.weights if found else {}, dense)
+
+
+def trained_rows(path="embed/embeddings"):
+    own, name = path.rsplit("/", 1)
+    params = {own: {name: jnp.ones((9, 6))}}
+    return hki.get_adapter(hki.add_adapter(params, 0, "trained_rows", ids=[2])).weights
+
+
+UNWRITABLE_PARTS = [
+    ({}, {"head/w": jnp.ones((3, 3, 1, 2))}, "head/w: trained as a whole, which is written of dense"),
+    ({}, {"head/w": hki.quantize_params({"head": {"w": jnp.ones((32, 32))}}, dtype="int8")["head"]["w"]},
+     "head/w: trained as a whole, which is written of dense"),
+    ({"head/w": "up"}, {"head/w": jnp.ones((6, 5))}, "up: trained as a whole, by which PEFT means model.layers.0.up"),
+    ({"head/w": "model.layers.0.up"}, {"head/w": jnp.ones((6, 5))}, "has an adapter, and a weight that is trained as a whole"),
+    ({"head/w": "head.bias"}, {"head/w": jnp.ones(5), "head/b": jnp.ones(5)}, "two parameters are 'head.bias'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "dense", "message"), UNWRITABLE_PARTS)
+def test_parts_that_cannot_be_written(tmp_path, changes, dense, message):
+    with pytest.raises(ValueError, match=message):
+        hki.save_peft(tmp_path / "new", parts_of(**dense), module_names() | changes)
+    assert not (tmp_path / "new").exists()
+
+
+def test_rows_that_cannot_be_written(tmp_path):
+    names = {"embed/embeddings": "embed", "embed/w": "embed"}
+    with pytest.raises(ValueError, match="expected LoRA or DoRA on one weight at least"):
+        hki.save_peft(tmp_path / "new", hki.AdapterParts(trained_rows()), names)
+    with pytest.raises(ValueError, match="embed/w: expected trained rows of one embedding"):
+        hki.save_peft(tmp_path / "new", hki.AdapterParts(trained_rows("embed/w")), names)
+
+
 WRONG_PARTS = [
     ("all biases", {"bias": "none"}, "base_layer.bias|head.bias: not a tensor of LoRA"),
     ("all biases", {"bias": "some"}, "bias: expected 'none', 'all' or 'lora_only', got 'some'"),

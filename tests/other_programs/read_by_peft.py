@@ -18,13 +18,14 @@ import torch
 import haiku_implicit as hki
 
 VOCABULARY, WIDTH, HIDDEN, OUTPUTS = 11, 12, 16, 5
-# (The last name ends in another one.)
+# (`head` is the end of another name.)
 NAMES = {
     "embed/embeddings": "embed",
     "block_up/w": "block.up",
     "block_head/w": "block.head",
     "head/w": "head",
 }
+BIASES = {path[:-1] + "b": f"{m}.bias" for path, m in NAMES.items() if path.endswith("/w")}
 LINEAR = ".*/w"
 CASES = {
     "LoRA": lambda p: hki.add_lora(p, 0, rank=4, alpha=6.0, targets=LINEAR),
@@ -46,7 +47,18 @@ CASES = {
     "DoRA, embedding too": lambda p: hki.add_adapter(
         p, 0, "dora", rank=4, alpha=6.0, targets=list(NAMES)
     ),
+    "LoRA and trained rows": lambda p: hki.add_adapter(
+        hki.add_lora(p, 0, rank=4, alpha=6.0, targets="block_up/w"), 0, "trained_rows",
+        ids=[7, 2], targets="embed/embeddings",
+    ),
 }  # fmt: skip
+# Parameters that are trained as a whole beside an adapter.
+UP = "block_up/w"
+WHOLE: dict[str, tuple[str, list[str]]] = {
+    "biases": (LINEAR, ["block_up/b", "head/b"]),
+    "modules": (UP, ["head/w", "head/b", "block_head/w", "block_head/b"]),
+    "an embedding and a bias": (UP, ["embed/embeddings", "head/b"]),
+}
 
 
 class Block(torch.nn.Module):
@@ -84,18 +96,23 @@ def main() -> None:
     torch.set_grad_enabled(False)
     transformed = hki.transform_implicit(hk.without_apply_rng(hk.transform(model)))
     ids = np.arange(10).reshape(2, 5)
-    for name, add in CASES.items():
+    cases = {name: (add, []) for name, add in CASES.items()}
+    for name, (targets, whole) in WHOLE.items():
+        add = lambda p, targets=targets: hki.add_lora(p, 0, rank=4, targets=targets)  # noqa: E731
+        cases[f"LoRA and {name}"] = (add, whole)
+    for name, (add, whole) in cases.items():
         began = add(params_of(Twin()))
-        params = trained(began)
+        params = trained(began, whole)
         want = np.asarray(transformed.apply(params, ids))
         base = np.asarray(transformed.apply(params_of(Twin()), ids))
         with tempfile.TemporaryDirectory() as folder:
             own, theirs = pathlib.Path(folder) / "own", pathlib.Path(folder) / "theirs"
-            hki.save_peft(own, hki.get_adapter(params), NAMES, initial=hki.get_adapter(began))
+            adapter = hki.get_adapter(params, trainable_dense=whole or None)
+            hki.save_peft(own, adapter, NAMES | BIASES, initial=hki.get_adapter(began))
             read = read_by_peft(own)
             got = read(torch.from_numpy(ids)).numpy()
             read.save_pretrained(theirs)
-            modules = {module: path for path, module in NAMES.items()}
+            modules = {module: path for path, module in (NAMES | BIASES).items()}
             again = hki.load_peft(theirs, modules)
         back = hki.set_adapter(params_of(Twin()), again)
         difference = np.abs(got - want).max()
@@ -120,9 +137,9 @@ def params_of(twin: Twin) -> Any:
     return params
 
 
-def trained(params: Any) -> Any:
-    """Random numbers in place of the zeros that corrections begin with."""
-    trainable, frozen = hki.partition(params, trainable_dense=False)
+def trained(params: Any, whole: list[str]) -> Any:
+    """Random numbers in place of the zeros that corrections begin with, and in dense parameters."""
+    trainable, frozen = hki.partition(params, trainable_dense=whole or False)
     rng = np.random.default_rng(1)
     moved = lambda x: x + 0.3 * rng.normal(size=np.shape(x)).astype(np.float32)  # noqa: E731
     return hki.combine(jax.tree.map(moved, trainable), frozen)
@@ -143,13 +160,8 @@ def read_by_peft(folder: pathlib.Path) -> Any:
 
 
 def check_what_is_not_exchanged() -> None:
-    """Biases that are trained beside LoRA are not written, and biases of the corrections are not read."""
+    """Biases of the corrections are not read."""
     with tempfile.TemporaryDirectory() as folder:
-        params = trained(CASES["LoRA"](params_of(Twin())))
-        refused(
-            "trained as a whole, which is not written",
-            lambda: hki.save_peft(folder, hki.get_adapter(params, trainable_dense=".*/b"), NAMES),
-        )
         config = peft.LoraConfig(r=2, lora_bias=True, target_modules=["up"])
         peft.get_peft_model(Twin(), config).save_pretrained(folder)
         refused("lora_bias: True is not read", lambda: hki.load_peft(folder, lambda module: module))
