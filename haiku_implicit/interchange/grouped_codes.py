@@ -18,7 +18,7 @@ class IntegerCodes(NamedTuple):
     Attributes:
       codes: `[..., outputs, inputs]`, from 0 on.
       scales: `[..., outputs, groups]`, or `[..., 1, groups]` for all outputs.
-      zeros: the zero points, of the same shape.
+      zeros: the zero points, of the same shape; HQQ's are not whole numbers.
       group: the group of each input.
       bits: the bits of a code.
     """
@@ -58,7 +58,7 @@ class IntegerCodes(NamedTuple):
                 f"rows of {inputs} numbers end within a group of {size}, which a QuantizedMatrix can't "
                 "hold. `dequantize` makes it dense"
             )
-        symmetric = (zeros == 2 ** (bits - 1)).all()
+        symmetric = bits > 1 and (zeros == 2 ** (bits - 1)).all()
         fmt = formats.FORMATS[f"int{bits}" if symmetric else f"uint{bits}"]
         if size % fmt.multiple:
             raise ValueError(
@@ -69,7 +69,7 @@ class IntegerCodes(NamedTuple):
             codes = (codes ^ 128).view(np.int8)  # minus 128
         # A float16 scale has 11 digits and a zero point 8: float32 holds the offset exactly.
         offset = None if symmetric else -scales.astype(np.float32) * zeros.astype(np.float32)
-        return _matrix(codes.reshape(*lead, groups, size), scales, offset, fmt, scales.dtype)
+        return grouped(codes.reshape(*lead, groups, size), scales, offset, fmt, scales.dtype)
 
 
 def blocks_of_floats(
@@ -104,7 +104,7 @@ def blocks_of_floats(
     if across < rows and rows % across:
         scales = np.repeat(scales, across, -2)[..., :rows, :]
     fmt = formats.find(codes.dtype)
-    return _matrix(codes.reshape(*codes.shape[:-1], -1, size), scales, None, fmt, out_dtype)
+    return grouped(codes.reshape(*codes.shape[:-1], -1, size), scales, None, fmt, out_dtype)
 
 
 def fours_of_floats(data: np.ndarray, scales: Any, out_dtype: Any = None) -> QuantizedMatrix:
@@ -116,7 +116,7 @@ def fours_of_floats(data: np.ndarray, scales: Any, out_dtype: Any = None) -> Qua
       out_dtype: the dtype of the weight; None for the dtype of the scales.
     """
     codes = np.stack([data & 15, data >> 4], -1).reshape(*data.shape[:-1], scales.shape[-1], -1)
-    return _matrix(codes, scales, None, formats.FORMATS["fp4"], out_dtype)
+    return grouped(codes, scales, None, formats.FORMATS["fp4"], out_dtype)
 
 
 def is_pair(block: Any) -> bool:
@@ -125,10 +125,10 @@ def is_pair(block: Any) -> bool:
     return right and all(type(x) is int and x > 0 for x in block)
 
 
-def _matrix(
+def grouped(
     codes: np.ndarray, scales: Any, offset: Any, fmt: formats.Format, out_dtype: Any
 ) -> QuantizedMatrix:
-    """A matrix with groups along its last axis, from codes `[..., rows, groups, g]`."""
+    """A matrix with groups along its last axis, from codes `[..., rows, groups, g]` as its format has."""
     if isinstance(scales, np.ndarray):
         scales = np.ascontiguousarray(scales)
     packed = formats.pack(codes, fmt)

@@ -18,27 +18,31 @@ from haiku_implicit.interchange import (
     compressed_tensors,
     fp8_blocks,
     gptq_awq,
+    hqq,
     mlx,
+    torchao,
 )
 from haiku_implicit.interchange.names import Names, places_of
 from haiku_implicit.interchange.quantization_config import METHOD
 from haiku_implicit.interchange.safetensors_files import CONFIG, Tensors, open_tensors, read_config
 from haiku_implicit.interchange.trees import Stored, tree_of
 
+# The functions that find weights whose tensors or metadata contain their format.
+_OF_THEMSELVES = (bitsandbytes.quantized, hqq.quantized, torchao.quantized)
 # The functions that find quantized weights, by the `quant_method` of a configuration.
 _METHODS: dict[str, Callable[[Tensors, str, dict[str, Any]], list[Stored]]] = {
     "awq": functools.partial(gptq_awq.quantized, "awq"),
-    # (For bitsandbytes the tensors suffice, whatever keys there are.)
+    # (For some the file suffices, whatever keys there are.)
     "bitsandbytes": lambda tensors, where, own: bitsandbytes.quantized(tensors),
     "compressed-tensors": compressed_tensors.quantized,
     "fp8": fp8_blocks.quantized,
     "gptq": functools.partial(gptq_awq.quantized, "gptq"),
+    "hqq": lambda tensors, where, own: hqq.quantized(tensors),
+    "torchao": lambda tensors, where, own: torchao.quantized(tensors),
 }
 # Keys of `config.json`: from transformers, from transformers for compressed-tensors, and from MLX.
 _CONFIG, _COMPRESSION, _MLX = "quantization_config", "compression_config", "quantization"
 _KEYS = _CONFIG, _COMPRESSION, _MLX
-# Ends of names that only bitsandbytes's weights have: their tensors contain their format.
-_OF_BITSANDBYTES = (".SCB", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
 
 
 def load_hugging_face(
@@ -52,7 +56,7 @@ def load_hugging_face(
     """Reads a transformers checkpoint in safetensors as a Haiku model's parameters.
 
     Dense weights are read unchanged. Weights that bitsandbytes (nf4, fp4, also with double
-    quantization, and int8), GPTQ, AWQ or MLX quantized keep their codes. `config.json` says which
+    quantization, and int8), GPTQ, AWQ, HQQ, MLX or TorchAO quantized keep their codes. `config.json` says which
     method it was. Files are mapped into memory and read tensor by tensor, with a progress bar. This
     does not run anything in them.
 
@@ -103,8 +107,7 @@ def _quantized(tensors: Tensors, key: str, own: Any) -> list[Stored]:
     """Finds the quantized weights."""
     where = f"{tensors.where}: {CONFIG}: {key}"
     if own is None:
-        named = any(name.endswith(_OF_BITSANDBYTES) for name in tensors.files)
-        return bitsandbytes.quantized(tensors) if named else []
+        return [stored for find in _OF_THEMSELVES for stored in find(tensors)]
     if not isinstance(own, dict):
         raise CheckpointError(f"{where}: not an object")
     if key == _MLX:
