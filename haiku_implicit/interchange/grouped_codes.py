@@ -128,7 +128,7 @@ def is_pair(block: Any) -> bool:
 def grouped(
     codes: np.ndarray, scales: Any, offset: Any, fmt: formats.Format, out_dtype: Any
 ) -> QuantizedMatrix:
-    """A matrix with groups along its last axis, from codes `[..., rows, groups, g]` as its format has."""
+    """A matrix with groups along its last axis, from stored codes `[..., rows, groups, g]`."""
     if isinstance(scales, np.ndarray):
         scales = np.ascontiguousarray(scales)
     packed = formats.pack(codes, fmt)

@@ -19,8 +19,11 @@ from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 # The bits of a code, and the number of codes in an integer of so many bits.
 _PACKINGS = {
-    **{"8bit_u8": (8, 1, 8), "4bit_u8": (4, 2, 8), "2bit_u8": (2, 4, 8), "1bit_u8": (1, 8, 8)},
+    "8bit_u8": (8, 1, 8),
+    "4bit_u8": (4, 2, 8),
     "3bit_32": (3, 10, 32),
+    "2bit_u8": (2, 4, 8),
+    "1bit_u8": (1, 8, 8),
 }
 _FLOATS = "F16 BF16 F32"
 _PARTS = (
@@ -77,7 +80,9 @@ class _Module(NamedTuple):
         expect(right, self._where("W_q"), f"{wanted} codes of {own} bits", list(words.shape))
         codes = np.concatenate(found)[: wanted // words.shape[-1]].astype(np.uint8)
         most = 2**self.bits - 1
-        expect(int(codes.max()) <= most, self._where("W_q"), f"codes up to {most}", int(codes.max()))
+        expect(
+            int(codes.max()) <= most, self._where("W_q"), f"codes up to {most}", int(codes.max())
+        )
         return codes
 
     @property
@@ -120,9 +125,10 @@ class _Module(NamedTuple):
         if scales.shape[0] == 1 < scales.size or inputs % size:
             raise ValueError(
                 f"groups of {size} are not runs of inputs (axis {int(self.number('axis'))}, "
-                f"{inputs} inputs), as they have to be in a QuantizedMatrix. `dequantize` makes it dense"
+                f"{inputs} inputs), as a QuantizedMatrix has them. `dequantize` makes it dense"
             )
-        scales, zeros = (x.reshape(-1 if x.size == 1 else outputs, inputs // size) for x in (scales, zeros))
+        grid = (-1 if scales.size == 1 else outputs, inputs // size)
+        scales, zeros = scales.reshape(grid), zeros.reshape(grid)
         group = np.arange(inputs) // size
         return IntegerCodes(codes.reshape(self.shape), scales, zeros, group, self.bits)
 

@@ -56,9 +56,9 @@ def load_hugging_face(
     """Reads a transformers checkpoint in safetensors as a Haiku model's parameters.
 
     Dense weights are read unchanged. Weights that bitsandbytes (nf4, fp4, also with double
-    quantization, and int8), GPTQ, AWQ, HQQ, MLX or TorchAO quantized keep their codes. `config.json` says which
-    method it was. Files are mapped into memory and read tensor by tensor, with a progress bar. This
-    does not run anything in them.
+    quantization, and int8), GPTQ, AWQ, HQQ, MLX or TorchAO quantized keep their codes. `config.json`
+    says which method it was. Files are mapped into memory and read tensor by tensor, with a progress
+    bar. This does not run anything in them.
 
     Args:
       path: a folder with `config.json`, and `model.safetensors` or the files that

@@ -153,7 +153,9 @@ def save_peft(
     """
     checked_parts("adapter", adapter)
     tensors: dict[str, Array] = {}
-    ranks, alphas, tokens = {}, {}, {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    tokens: dict[str, list[int]] = {}
     for path, value in adapter.weights.items():
         module = _named(names, path, "adapter")
         if module in {*ranks, *tokens}:
@@ -172,7 +174,10 @@ def save_peft(
         alphas[module] = ranks[module] if weight.alpha is None else float(weight.alpha)
     whole = _whole_tensors(adapter, names)
     config = _config_for(ranks, alphas, _flags_of(adapter), base_model)
-    config |= {"trainable_token_indices": tokens or None, **_keys_of_whole(whole, {*ranks, *tokens})}
+    config |= {
+        "trainable_token_indices": tokens or None,
+        **_keys_of_whole(whole, {*ranks, *tokens}),
+    }
     for name, x in whole.items():
         module = name.removesuffix(".bias")
         tensors[f"{module}.base_layer.bias" if module in ranks else name] = x
@@ -450,8 +455,8 @@ def _flags_of(adapter: AdapterParts) -> set[str]:
         raise ValueError("adapter: PEFT has LoRA or DoRA in one file, got both")
     if not found:
         raise ValueError(
-            "adapter: expected LoRA or DoRA on one weight at least, as PEFT has other parts only beside "
-            "them. Keep this one by haiku_implicit.save"
+            "adapter: expected LoRA or DoRA on one weight at least, as PEFT has other parts only "
+            "beside them. Keep this one by haiku_implicit.save"
         )
     return found
 
@@ -495,12 +500,17 @@ def _keys_of_whole(whole: Mapping[str, Array], adapted: set[str]) -> JsonObject:
         for other in sorted((owners | adapted) - modules):
             if other.endswith(module):
                 raise ValueError(
-                    f"names: {module}: trained as a whole, by which PEFT means {other} too, as its name "
-                    "ends in it. Train that as a whole as well, or keep all with haiku_implicit.save"
+                    f"names: {module}: trained as a whole, by which PEFT means {other} too, as its "
+                    "name ends in it. Train that as a whole as well, or use haiku_implicit.save"
                 )
         if module in adapted:
-            raise ValueError(f"names: {module}: has an adapter, and a weight that is trained as a whole")
-    return {"bias": "all" if owners - modules else "none", "modules_to_save": sorted(modules) or None}
+            raise ValueError(
+                f"names: {module}: has an adapter, and a weight that is trained as a whole"
+            )
+    return {
+        "bias": "all" if owners - modules else "none",
+        "modules_to_save": sorted(modules) or None,
+    }
 
 
 def _tensors_for(path: str, weight: Array) -> dict[str, Any]:

@@ -4,8 +4,8 @@ The metadata of a file have the class of each tensor `X.weight` and its attribut
 `X._weight_qdata`, `X._weight_scale`, ... are its parts (torchao 0.18, `flatten_tensor_state_dict`).
 
 - `Int8Tensor` and `IntxUnpackedToInt8Tensor`: a value is `scale * (code - zero point)`, for blocks.
-- `Int4Tensor`: two codes to a byte, the first in the low bits; scales and zeros are `[groups, outputs]`;
-  a value is `scale * code + zero`.
+- `Int4Tensor`: two codes to a byte, the first in the low bits, and scales and zeros `[groups,
+  outputs]`; a value is `scale * code + zero`.
 - `Float8Tensor`: a value is `scale * code`, for blocks.
 """
 
@@ -34,11 +34,13 @@ def quantized(tensors: Tensors) -> list[Stored]:
         texts |= file.metadata if "tensor_names" in file.metadata else {}
     found = []
     for name, text in texts.items():
-        state = parse_json(f"{tensors.where}: metadata: {name}", text.encode()) if "." in name else {}
+        state = (
+            parse_json(f"{tensors.where}: metadata: {name}", text.encode()) if "." in name else {}
+        )
         if isinstance(state, dict) and state.get("_type", _DENSE) != _DENSE:
             weight = _Weight(tensors, name, state)
             if any(x in tensors.files for x in weight.uses):
-                found.append(Stored(name, lambda w=weight: w.shape, weight.read, weight.uses))
+                found.append(Stored(name, weight.shape, weight.read, weight.uses))
     return found
 
 
@@ -57,7 +59,6 @@ class _Weight(NamedTuple):
         expect(right, f"{self._where}: _tensor_data_names", "names", parts)
         return tuple(self._part(x) for x in parts or ())
 
-    @property
     def shape(self) -> tuple[int, ...]:
         """`[..., outputs, inputs]`"""
         kind = self.state["_type"]
@@ -69,7 +70,7 @@ class _Weight(NamedTuple):
 
     def read(self, dense: bool) -> np.ndarray | QuantizedMatrix:
         """Reads the weight, as `Stored` says."""
-        shape = self.shape
+        shape = self.shape()
         if self._part("act_pre_scale") in self.uses:
             raise CheckpointError(
                 f"{self._where}: act_pre_scale: the model has to multiply its activations by it, which "
@@ -133,10 +134,9 @@ class _Weight(NamedTuple):
     def _block(self, shape: Sequence[int]) -> tuple[int, int]:
         """The rows and columns that share a scale."""
         block = self._data.get("block_size") or list(shape)
-        right = isinstance(block, list) and len(block) == len(shape)
-        right = right and all(type(b) is int and 0 < b and n % b == 0 for b, n in zip(block, shape, strict=True))
-        lead = set(block[:-2]) if right else set()
-        right = right and lead <= {1}
+        right = isinstance(block, list) and len(block) == len(shape) and set(block[:-2]) <= {1}
+        pairs = zip(block, shape, strict=True) if right else ()
+        right = right and all(type(b) is int and b > 0 and n % b == 0 for b, n in pairs)
         expect(right, f"{self._where}: block_size", f"sizes that divide {list(shape)}", block)
         return block[-2], block[-1]
 

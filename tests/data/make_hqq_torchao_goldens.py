@@ -58,7 +58,9 @@ def save(folder, tensors, expected, **metadata):
         safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata)
     for path in folder.iterdir():
         path.chmod(0o644)
-    versions = {x: importlib.metadata.version(x) for x in ("torch", "torchao", "transformers", "hqq")}
+    versions = {
+        x: importlib.metadata.version(x) for x in ("torch", "torchao", "transformers", "hqq")
+    }
     arrays = {name: x.detach().float().numpy() for name, x in expected.items()}
     np.savez_compressed(folder / "expected.npz", made_by=str(versions), **arrays)
 

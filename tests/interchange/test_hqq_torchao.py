@@ -82,7 +82,9 @@ def test_values_are_those_of_the_writer(case, name):
     if case == "torchao":  # its values have one rounding, to the dtype of the weight
         np.testing.assert_array_equal(got, want)
     else:  # HQQ rounds code - zero, and the product, to its dtype; here the sum is rounded
-        np.testing.assert_allclose(got, want, rtol=0, atol=2 * np.finfo(w.dtype).eps * abs(want).max())
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=2 * np.finfo(w.dtype).eps * abs(want).max()
+        )
 
 
 def test_dense_values_of_hqq_are_its_own():
@@ -111,9 +113,12 @@ def test_products_keep_the_codes(case, name):
 @pytest.mark.parametrize("name", ONLY_DENSE.split("|"))
 def test_groups_of_hqq_that_are_not_runs_of_inputs(name):
     others = NAMES_OF_LLAMA
-    with pytest.raises(ValueError, match=r"not runs of inputs \(axis .* `dequantize` makes it dense"):
+    with pytest.raises(
+        ValueError, match=r"not runs of inputs \(axis .* `dequantize` makes it dense"
+    ):
         hki.load_hugging_face(
-            DATA / "hqq", lambda x: others(x) if "proj" in x else ("up/w" if x == f"{name}.weight" else None)
+            DATA / "hqq",
+            lambda x: others(x) if "proj" in x else ("up/w" if x == f"{name}.weight" else None),
         )
 
 
@@ -203,4 +208,6 @@ def test_a_configuration_names_the_method(tmp_path):
     config = {"quantization_config": {"quant_method": "hqq", "quant_config": {}}}
     (path / "config.json").write_text(json.dumps(config))
     found = hki.load_hugging_face(path, NAMES, dtype=None)
-    np.testing.assert_array_equal(found["q"]["w"].materialize(), loaded("hqq_half", None)[0]["q"].materialize())
+    np.testing.assert_array_equal(
+        found["q"]["w"].materialize(), loaded("hqq_half", None)[0]["q"].materialize()
+    )
