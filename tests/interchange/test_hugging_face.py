@@ -117,7 +117,7 @@ def test_the_parameters_have_to_be_those_of_the_model(tmp_path):
 def test_other_quantizations_are_refused(tmp_path):
     codes = {"model.up.weight": normal(3, 4).astype(jnp.float8_e4m3fn)}
     path = write(tmp_path / "a", codes, {"quant_method": "quark"})
-    with pytest.raises(hki.CheckpointError, match=r"one of awq, .* gptq, got 'quark'"):
+    with pytest.raises(hki.CheckpointError, match=r"one of awq, .* torchao, got 'quark'"):
         load_hugging_face(path, NAMES)
     with pytest.raises(hki.CheckpointError, match=r"model.up.weight: codes of F8_E4M3 without"):
         load_hugging_face(write(tmp_path / "b", codes), NAMES)

@@ -447,8 +447,8 @@ def test_codes_of_configurations_that_are_not_read(tmp_path):
             "compression_config: config_groups: expected groups",
         ),
         (
-            {"quantization_config": {"quant_method": "hqq"}},
-            "got 'hqq'",
+            {"quantization_config": {"quant_method": "quark"}},
+            "got 'quark'",
         ),
         ({"quantization": [4]}, "quantization: not an object"),
         ({"quantization": {"bits": 4}, "quantization_config": GPTQ}, "expected one of them"),
