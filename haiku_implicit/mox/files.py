@@ -24,7 +24,7 @@ from haiku_implicit.mox.format.writing import Writer
 from haiku_implicit.mox.mox import Mox
 from haiku_implicit.mox.program import marks
 from haiku_implicit.mox.program.interface import ARGUMENTS, is_array, slot_of
-from haiku_implicit.mox.program.program import Program, checked, usual_key
+from haiku_implicit.mox.program.program import Program, checked, pruned, usual_key
 from haiku_implicit.mox.program.tree import body_of
 
 FORMAT, VERSION = "haiku_implicit.mox", 1
@@ -130,7 +130,10 @@ def _to_json(mox: Mox) -> JsonObject:
 
 
 def _init_program(mox: Mox) -> Program:
-    """The program of the model's `init`, for arguments of the same shapes."""
+    """The program of the model's `init`, for arguments of the same shapes.
+
+    The model's results, which `init` drops, are not in it.
+    """
     if mox.init is None:
         raise ValueError("the expression had none")
     old, init = mox.interface, mox.init
@@ -147,7 +150,7 @@ def _init_program(mox: Mox) -> Program:
         trees.append(tree)
         return out
 
-    body = body_of("init", jax.make_jaxpr(on_arrays)(*shapes))
+    body = body_of("init", pruned(jax.make_jaxpr(on_arrays)(*shapes)))
     face = face.with_atoms(ARGUMENTS, body.invars)
     results = face.results._replace(tree=trees[-1], atoms=body.returns)
     return Program(body, dataclasses.replace(face, results=results), None)

@@ -173,6 +173,7 @@ class _BodyReader:
         self.depth = self.size = 0
         self.values: dict[int, Any] = {}
         self.readers = {"closed": self.closed, "open": self.open, "array": self.array}
+        self.scoped = functools.cache(_scoped)
 
     def trace(self, *arrays: Array) -> list[Array]:
         constants = [self.array(i) for i in _list(self.x, "constants")]
@@ -217,13 +218,9 @@ class _BodyReader:
         operands, types = self.read(x, "in"), _list(x, "types")
         name, scope = of_type(x["op"], str, "op"), of_type(x.get("scope", ""), str, "a scope")
         partitionable = x.get("threefry_partitionable", True)
-        with contextlib.ExitStack() as stack:
-            if not of_type(partitionable, bool, "threefry_partitionable"):
-                stack.enter_context(jax.threefry_partitionable(False))
-            if scope:
-                names = source_info_util.new_name_stack(scope)
-                names = source_info_util.current_name_stack() + names
-                stack.enter_context(source_info_util.set_name_stack(names))
+        of_type(partitionable, bool, "threefry_partitionable")
+        random = contextlib.nullcontext() if partitionable else jax.threefry_partitionable(False)
+        with random, source_info_util.set_name_stack(self.scoped(scope)):
             results = self.bind(name, x, operands, len(types))
         found = list(map(jax.typeof, results))
         # (As text, since JSON's `true` would be equal to 1.)
@@ -285,6 +282,12 @@ def _class(name: Json, types: Mapping[str, type]) -> type | None:
         return None
     of_type(name, str, "the class of a module")
     return types.get(name) or type(name, (), {"__doc__": "A class that only a file names."})
+
+
+def _scoped(scope: str) -> Any:
+    """The name stack of an equation in this scope."""
+    outer = source_info_util.current_name_stack()
+    return outer + source_info_util.new_name_stack(scope) if scope else outer
 
 
 def _literal(x: Json) -> Array:

@@ -60,13 +60,13 @@ class _Full:
             prefix = prefix if told is None else told
             if prefix:
                 call = self.with_path(call, f"{prefix}/{call.path}", prefix)
-        new = dataclasses.replace(node, call=call)
+        new = node if call is node.call else dataclasses.replace(node, call=call)
         given = sites.own_arguments(new, known)
         if not known.keys() >= given.keys():
             known = sites.sources_in(node.children, {**known, **given})
         children = self.nodes(node.children, known, prefix)
-        same = call is node.call and all(map(operator.is_, children, node.children))
-        return node if same else dataclasses.replace(new, children=children)
+        same = all(map(operator.is_, children, node.children))
+        return new if same else dataclasses.replace(new, children=children)
 
     def _equation(self, node: Equation, known: Sources, prefix: str) -> Equation:
         if node.marked is None:

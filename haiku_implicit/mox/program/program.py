@@ -171,10 +171,7 @@ def program_of(
         return [x for _, arrays in parts.values() for x in arrays]
 
     closed = _marked(on_arrays, face.invars)
-    if prune:
-        used, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-        closed = closed.replace(jaxpr=used)
-    body = body_of("model", closed)
+    body = body_of("model", pruned(closed) if prune else closed)
     slots = {path: Slot(tree, ()) for path, tree in returned.items()}
     face = dataclasses.replace(face, results=slots.pop(WHOLE), new_state=slots)
     face = face.with_atoms(interface.ARGUMENTS, body.invars)
@@ -182,6 +179,12 @@ def program_of(
     paths = interface.by_variable(face.params) | interface.by_variable(face.state)
     body = with_full_paths(body, paths)
     return Program(body, face, transformed.init, implicit)
+
+
+def pruned(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program without the equations that neither a result nor an effect depends on."""
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return closed.replace(jaxpr=jaxpr)
 
 
 def _marked(fun: Callable[..., Any], arrays: Array) -> ClosedJaxpr:

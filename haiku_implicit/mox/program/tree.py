@@ -496,8 +496,14 @@ def _leaf(eqn: JaxprEqn) -> Equation:
 
 def _without_marks_in(params: EqnParams) -> Any:
     """Removes marks from the jaxprs in an equation's parameters; without marks, the same object."""
-    new = {name: with_jaxprs(value, without_marks) for name, value in params.items()}
-    return new if any(new[name] is not value for name, value in params.items()) else params
+    new = dict(params)
+    for name, value in params.items():
+        if isinstance(value, _MAY_HAVE_JAXPRS):
+            new[name] = with_jaxprs(value, without_marks)
+    return new if any(map(operator.is_not, new.values(), params.values())) else params
+
+
+_MAY_HAVE_JAXPRS = (Jaxpr, ClosedJaxpr, tuple, list)
 
 
 def with_jaxprs(value: Any, fun: Callable[[Any], Any]) -> Any:
