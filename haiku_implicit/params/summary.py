@@ -101,8 +101,8 @@ def summary(
 
     Returns:
       The rows and their total: the path (`module/name`), the type ('dense', or the type of the implicit
-      array, and of the array in it; for a quantized array also its format, as in 'trellis3', or 'int4/32'
-      for groups of 32, and the format of activations), shape, dtype, the count of trained numbers, the
+      array, and of the array in it; for a quantized array also its format, 'trellis3', or 'int4/32' for
+      groups of 32, and the format of activations), shape, dtype, the count of trained numbers, the
       bytes that the array takes, the bytes of the dense array, and bits per number.
 
     Raises:

@@ -30,22 +30,24 @@ _NUMBERS: dict[type, Any] = {int: np.int64, float: np.float32}
 _LARGEST_GROUP = 1 << 16
 # For more rows than this, smaller groups than this are multiplied by tiles, or as floats.
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
+# For more rows than this, trellis codes are decoded in blocks, which XLA multiplies.
+_FEW_OF_TRELLIS = 32
 
 
-def applies(x: Array, q: QuantizedMatrix) -> bool:
+def applies(x: Array, q: Array) -> bool:
     """Whether there is a kernel for a product that `may_be_served`.
 
-    There is for codes of one or two planes; and for trellis codes and few rows of activations.
+    There is for codes of one or two planes, and for trellis codes and few rows of activations.
 
     Args:
       x, q: as for `may_be_served`.
     """
     if not isinstance(q, QuantizedMatrix):
-        return x.shape[-2] <= _FEW and build.available()
+        return x.shape[-2] <= _FEW_OF_TRELLIS and build.available()
     return len(formats.find(q.format).planes) <= 2 and build.available()
 
 
-def native_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, dtype: DType, **_: Any) -> Any:
+def native_matmul(x: jax.Array, q: Array, order: Order, dtype: DType, **_: Any) -> Any:
     """Computes the product with a native kernel, in float32 or integer sums.
 
     Args:
