@@ -21,6 +21,7 @@ from haiku_implicit.params.adapters.parts import check_whole
 from haiku_implicit.params.haiku.frozen import Frozen
 from haiku_implicit.params.trees import trees
 from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.types.trellis import TrellisMatrix
 from haiku_implicit.training.gradients import Slot, slots_of, trained
 
 
@@ -100,9 +101,9 @@ def summary(
 
     Returns:
       The rows and their total: the path (`module/name`), the type ('dense', or the type of the implicit
-      array, and of the array in it; for a quantized array also its format, as in 'int4/32' for groups
-      of 32, and the format of activations), shape, dtype, the count of trained numbers, the bytes that
-      the array takes, the bytes of the dense array, and bits per number.
+      array, and of the array in it; for a quantized array also its format, 'trellis3', or 'int4/32' for
+      groups of 32, and the format of activations), shape, dtype, the count of trained numbers, the
+      bytes that the array takes, the bytes of the dense array, and bits per number.
 
     Raises:
       TypeError: for anything but a mapping.
@@ -181,6 +182,8 @@ def _kind(value: Array) -> str:
         groups = f"/{value.group_size}" if value.num_groups > 1 else ""
         activation = f" × {value.activation}" if value.activation else ""
         return f"{type(value).__name__} {value.format}{groups}{activation}"
+    if isinstance(value, TrellisMatrix):
+        return f"{type(value).__name__} {value.format}"
     inner = next(iter(flatten_one_level(value)[0]), None)
     of = f" of {_kind(inner)}" if is_implicit(inner) else ""
     return type(value).__name__ + of

@@ -45,7 +45,7 @@ def may_be_served(x: Array, q: QuantizedMatrix, precision: Precision, dtype: DTy
     algorithm = jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
     return (
         {np.dtype(d) for d in (x.dtype, q.dtype, dtype)} <= FLOATS.keys()
-        and q.scale.dtype != np.float64
+        and all(leaf.dtype != np.float64 for leaf in jax.tree.leaves(q))
         and q.rounded_to is None
         and not isinstance(precision, algorithm)
         and 0 not in (*x.shape, *q.shape)

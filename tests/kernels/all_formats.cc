@@ -17,6 +17,8 @@
 
 extern "C" XLA_FFI_Error* QuantizedMatmul(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* IntegerMatmul(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* TrellisMatmul(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* TrellisDecode(XLA_FFI_CallFrame*);
 
 namespace {
 
@@ -263,6 +265,53 @@ void check_integers(Matrix& w, int64_t m, bool in_groups, bool largest, std::mt1
   compare(w, "product of integers", m, y, want);
 }
 
+// Trellis codes of some sequences in each row, each number read from 12 bits of a circle.
+void check_trellis(int64_t bits, int64_t rows, int64_t count, int64_t steps, int64_t m, std::mt19937& random) {
+  const int64_t length = count * steps - random() % 32, own = steps * bits / 32;
+  std::vector<uint32_t> words(rows * count * own);
+  for (uint32_t& x : words) x = random();
+  std::vector<float> numbers(rows * count * steps);
+  std::vector<double> dense;
+  for (int64_t i = 0; i < (int64_t)numbers.size(); ++i) {
+    uint32_t state = 0;
+    for (int64_t j = 0; j < 12; ++j) {
+      const int64_t bit = (i % steps * bits + j) % (own * 32);
+      state |= (words[i / steps * own + bit / 32] >> bit % 32 & 1) << j;
+    }
+    const uint32_t hash = state * 34038481u + 76625530u;
+    const int total = (hash & 255) + (hash >> 8 & 255) + (hash >> 16 & 255) + (hash >> 24);
+    dense.push_back((total / 2 - 254) / 64.0);
+  }
+  const Format format = {"trellis codes", {(int)bits, 0}, 0, 0, {}};
+  const Matrix named(format, rows, length, steps, false, false, random);
+  const auto call = [&](auto* kernel, std::vector<float>* x, bool along_rows, std::vector<float>& y, int64_t out) {
+    Frame frame;
+    if (x) frame.buffer(XLA_FFI_DataType_F32, x->data(), {1, m, (int64_t)x->size() / m}, false);
+    frame.buffer(XLA_FFI_DataType_U32, words.data(), {1, rows, count * own}, false);
+    frame.buffer(XLA_FFI_DataType_F32, y.data(), {1, (int64_t)y.size() / out, out}, true);
+    frame.number<int64_t>("bits", bits);
+    frame.number<int64_t>("steps", steps);
+    frame.number<int64_t>("length", length);
+    frame.number<int64_t>("along_rows", along_rows);
+    frame.call(kernel);
+  };
+  call(TrellisDecode, nullptr, false, numbers, count * steps);
+  compare(named, "numbers", m, numbers, dense);
+  for (bool along_rows : {false, true}) {
+    const int64_t in = along_rows ? rows : length, out = along_rows ? length : rows;
+    std::vector<float> x(m * in), y(m * out);
+    for (float& one : x) one = random() % 256 / 64.0f - 2;
+    call(TrellisMatmul, &x, along_rows, y, out);
+    std::vector<double> want(m * out);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t k = 0; k < length; ++k)
+        for (int64_t r = 0; r < m; ++r)
+          want[r * out + (along_rows ? k : i)] +=
+              dense[i * count * steps + k] * x[r * in + (along_rows ? i : k)];
+    compare(named, along_rows ? "product along rows" : "product", m, y, want);
+  }
+}
+
 }  // namespace
 
 int main(int count, char** args) {
@@ -298,6 +347,9 @@ int main(int count, char** args) {
           check_integers(w, m, i % 2, largest, random);
       }
     }
+  for (int64_t bits : {2, 3, 4})
+    for (int64_t steps : {32, 96, 256})
+      for (int64_t m : {1, 3, 8, 11}) check_trellis(bits, 1 + random() % 70, 1 + random() % 3, steps, m, random);
   std::printf("%d compared, %d wrong\n", compared, wrong);
   return wrong != 0;
 }

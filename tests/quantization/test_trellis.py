@@ -3,17 +3,18 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.adapters import Hadamard, Rotated
-from haiku_implicit.quantized.cpu import native
+from haiku_implicit.quantized.cpu import build, native
 from haiku_implicit.quantized.types import trellis
 from tests.dense_twin import same_without_dense
 from tests.devices import run_on_devices
-from tests.native_targets import with_compiler
+from tests.native_targets import TARGETS, with_compiler
 from tests.random_arrays import normal
 
 BITS = pytest.mark.parametrize("bits", [2, 3, 4])
@@ -142,6 +143,68 @@ def test_casts_are_exact():
         narrow = hki.use_implicit_args(lambda w, dtype=dtype: w.astype(dtype))(w)
         assert isinstance(narrow, hki.TrellisMatrix) and narrow.dtype == dtype
         np.testing.assert_array_equal(narrow.materialize().astype(jnp.float32), w.materialize())
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@with_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_of_other_targets(target, monkeypatch):
+    prefix = f"{build.PREFIX}trellis_{target}_"
+    build.register(prefix, TARGETS[target])
+    monkeypatch.setattr(build, "PREFIX", prefix)
+    for bits in (2, 3, 4):
+        test_kernels(bits)
+
+
+@with_compiler
+@BITS
+def test_kernels(bits):
+    """Products with few rows, and decoded numbers for many, beside the definition."""
+    assert build.available()
+    rng = np.random.default_rng(bits)
+    for rows, length, m in ((5, 4, 1), (17, 96, 3), (33, 576, 14)):
+        count, steps = trellis.sequences(length)
+        words = rng.integers(0, 2**32, (2, rows, count * steps * bits // 32), np.uint32)
+        decode = functools.partial(trellis.decode, bits=bits, steps=steps)
+        kernel = functools.partial(native.trellis_decode, bits=bits, steps=steps)
+        numbers = jax.jit(decode)(words)
+        np.testing.assert_array_equal(jax.jit(kernel)(words), numbers)
+        dense = np.asarray(numbers[..., :length], np.float64)
+        for axis in (-1, -2):
+            w = hki.TrellisMatrix(jnp.asarray(words), length, bits, axis)
+            run = functools.partial(native.native_matmul, q=w, order=(0, 1, 2), dtype=jnp.float32)
+            x = rng.standard_normal((2, m, rows if axis == -1 else length)).astype(np.float32)
+            wanted = x @ (dense if axis == -1 else np.swapaxes(dense, -1, -2))
+            got = jax.jit(run)(x)
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+def test_programs_call_kernels_unless_they_are_exported(rows):
+    w, x = made(3, (64, 96)), normal((rows, 64), 1)
+    product = jax.jit(hki.use_implicit_args(lambda x, w: x @ w))
+    kernel = build.PREFIX + ("TrellisMatmul" if rows == 1 else "TrellisDecode")
+    assert (kernel in product.lower(x, w).as_text()) == build.available()
+    exported = jax.export.export(product)(x, w)
+    assert build.PREFIX not in exported.mlir_module()
+    again = jax.export.deserialize(exported.serialize()).call(x, w)
+    np.testing.assert_allclose(again, product(x, w), rtol=1e-5, atol=1e-5)
+
+
+def test_without_kernels(monkeypatch):
+    w, x = made(2, (64, 96)), normal((2, 64), 1)
+    monkeypatch.setenv("HAIKU_IMPLICIT_NATIVE", "0")
+    product = jax.jit(hki.use_implicit_args(lambda x, w: x @ w))
+    assert build.PREFIX not in product.lower(x, w).as_text()
+    np.testing.assert_allclose(product(x, w), x @ w.materialize(), rtol=1e-5, atol=1e-5)
+
+
+def test_summary_names_the_bits():
+    row = hki.summary({"m": {"w": quantized("trellis4")}}).rows[0]
+    assert row.kind.endswith("TrellisMatrix trellis4")
 
 
 # --- rotations -----------------------------------------------------------------------------------

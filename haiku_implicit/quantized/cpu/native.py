@@ -1,7 +1,8 @@
 """The product with a quantized matrix on CPUs: the conditions on operands, and calls of native kernels.
 
 `QuantizedMatmul` decodes the matrix and multiplies floats, `IntegerMatmul` multiplies integer codes
-with activations rounded to int8. `TrellisEncode` makes trellis codes. `build` compiles them.
+with activations rounded to int8. `TrellisMatmul` decodes trellis codes and multiplies floats,
+`TrellisDecode` decodes them, and `TrellisEncode` makes them. `build` compiles them.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized import operands
 from haiku_implicit.quantized.cpu import build
-from haiku_implicit.quantized.layout import FLOATS, Order, readable, sizes
+from haiku_implicit.quantized.layout import FLOATS, Order, matrices, readable, sizes
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
@@ -29,18 +30,24 @@ _NUMBERS: dict[type, Any] = {int: np.int64, float: np.float32}
 _LARGEST_GROUP = 1 << 16
 # For more rows than this, smaller groups than this are multiplied by tiles, or as floats.
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
+# For more rows than this, trellis codes are decoded in blocks, which XLA multiplies.
+_FEW_OF_TRELLIS = 32
 
 
-def applies(x: Array, q: QuantizedMatrix) -> bool:
-    """Whether there is a kernel for a product that `may_be_served`: codes of one or two planes.
+def applies(x: Array, q: Array) -> bool:
+    """Whether there is a kernel for a product that `may_be_served`.
+
+    There is for codes of one or two planes, and for trellis codes and few rows of activations.
 
     Args:
       x, q: as for `may_be_served`.
     """
+    if not isinstance(q, QuantizedMatrix):
+        return x.shape[-2] <= _FEW_OF_TRELLIS and build.available()
     return len(formats.find(q.format).planes) <= 2 and build.available()
 
 
-def native_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, dtype: DType, **_: Any) -> Any:
+def native_matmul(x: jax.Array, q: Array, order: Order, dtype: DType, **_: Any) -> Any:
     """Computes the product with a native kernel, in float32 or integer sums.
 
     Args:
@@ -50,6 +57,8 @@ def native_matmul(x: jax.Array, q: QuantizedMatrix, order: Order, dtype: DType, 
       dtype: the dtype of the result.
     """
     x = x.astype(jnp.float32)
+    if not isinstance(q, QuantizedMatrix):
+        return _trellis_matmul(x, q, order).astype(dtype)
     integers = _integers(q, x.shape[-2])
     if integers is not None:
         return _call("IntegerMatmul", x, q, order, **integers).astype(dtype)
@@ -129,6 +138,25 @@ def _table(fmt: formats.Format) -> np.ndarray:
 
 
 # --- trellis codes -------------------------------------------------------------------------------
+
+
+def _trellis_matmul(x: jax.Array, q: Any, order: Order) -> Any:
+    """Computes the product with a `TrellisMatrix`, in float32."""
+    own = dict(along_rows=q.axis == -1, bits=q.bits, steps=q.steps, length=q.length)
+    shape = (*x.shape[:2], sizes(q, order)[-1])
+    words = matrices(q.words, order)
+    call = jax.ffi.ffi_call(
+        build.PREFIX + "TrellisMatmul", compat.struct(shape, jnp.float32, like=(x, words))
+    )
+    return call(x, words, **{name: np.int64(n) for name, n in own.items()})
+
+
+def trellis_decode(words: jax.Array, *, bits: int, steps: int) -> Any:
+    """Returns the numbers of words, as `types.trellis.decode` does."""
+    shape = (*words.shape[:-1], words.shape[-1] * 32 // bits)
+    out = compat.struct(shape, jnp.float32, like=(words,))
+    run = jax.ffi.ffi_call(build.PREFIX + "TrellisDecode", out)
+    return run(words, bits=np.int64(bits), steps=np.int64(steps))
 
 
 def trellis_encoder(bits: int, steps: int) -> Callable[..., Any] | None:

@@ -9,7 +9,8 @@ import platform
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).parent
-SOURCES = [HERE / f"{name}.cc" for name in ("quantized_matmul", "integer_matmul", "trellis")]
+_NAMES = ("quantized_matmul", "integer_matmul", "trellis", "trellis_matmul")
+SOURCES = [HERE / f"{name}.cc" for name in _NAMES]
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
 
 

@@ -11,21 +11,12 @@
 
 #include "call.h"
 #include "threads.h"
+#include "trellis.h"
 
 namespace {
 
-constexpr int kWindow = 12;            // bits that a value depends on
-constexpr int kStates = 1 << kWindow;
-constexpr int64_t kOverlap = 64;       // steps on each side of the ends, to find how they meet
-constexpr int64_t kRows = 32;          // rows that are encoded before the others take up their errors
-
-// The value of a state: 1MAD (QTIP, arXiv:2406.11235).
-float value_of(uint32_t state) {
-  const uint32_t hash = state * 34038481u + 76625530u;
-  int sum = 0;
-  for (int i = 0; i < 32; i += 8) sum += hash >> i & 255;
-  return (sum / 2 - 254) / 64.0f;
-}
+constexpr int64_t kOverlap = 64;  // steps on each side of the ends, to find how they meet
+constexpr int64_t kRows = 32;     // rows that are encoded before the others take up their errors
 
 // Finds codes of `bits` for each number. A state is the window of the 12 bits from a number's first on;
 // the lowest come first. So a state `s` is followed by `s >> bits | new << (12 - bits)`.

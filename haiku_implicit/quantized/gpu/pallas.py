@@ -73,7 +73,8 @@ def applies(x: Array, q: QuantizedMatrix) -> bool:
       x, q: as for `may_be_served`.
     """
     return (
-        q.activation is None
+        isinstance(q, QuantizedMatrix)
+        and q.activation is None
         and x.shape[1] <= _MOST_ROWS
         and len(formats.find(q.format).planes) == 1
         and max(x.size, q.size) < 2**31  # offsets are 32-bit integers

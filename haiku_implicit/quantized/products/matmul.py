@@ -273,7 +273,7 @@ def _lower(
 
 
 def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
-    """Names the axes of `x`, codes, scale (and offset), and the result."""
+    """Names the axes of `x`, codes, scale and offset (if there are), and the result."""
     batch = [f"batch{i}" for i in range(len(order) - 2)]
     rows = [f"row{i}" for i in range(ndim - 1 - len(batch))]
     inputs, outputs = ("along", "across") if q.axis == -2 else ("across", "along")
@@ -284,7 +284,8 @@ def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
 
     # A scale per channel belongs to all parts of the channel.
     of_scale = stored("along" if q.num_groups > 1 else None)
-    operands = (*batch, *rows, inputs), stored("along"), *[of_scale] * (1 + (q.offset is not None))
+    scales = len(jax.tree.leaves(q)) - 1
+    operands = (*batch, *rows, inputs), stored("along"), *[of_scale] * scales
     pieces = dict(across=q.codes.shape[order[-2]], along=_pieces(q))
     # A rounding of activations needs whole rows, or the whole part of a row that meets a group.
     by_groups = q.axis == -2 and q.num_groups > 1 and q.activation_config.tile_size is not None
@@ -295,8 +296,10 @@ def _axes(ndim: int, q: QuantizedMatrix, order: Order) -> Axes:
 
 def _pieces(q: QuantizedMatrix) -> int:
     """Returns the number of pieces of the grouped axis: groups, or the codes of one group of bytes."""
+    if q.num_groups > 1 or not isinstance(q, QuantizedMatrix):
+        return q.num_groups
     one_byte = formats.find(q.format).bits == 8 and not q.padding
-    return q.codes.shape[-1] if q.num_groups == 1 and one_byte else q.num_groups
+    return q.codes.shape[-1] if one_byte else 1
 
 
 quantized_matmul_p.def_impl(_run)

@@ -107,6 +107,7 @@ def gradients_of_scales(
 def _block_size(q: QuantizedMatrix) -> int:
     """Returns the number of rows of a matrix to dequantize at a time."""
     rows = q.codes.shape[-2]
-    part = max(_DENSE - q.scale.size / q.size, _DENSE / 4)
+    scales = sum(scale.size for scale in jax.tree.leaves(q)[1:2])
+    part = max(_DENSE - scales / q.size, _DENSE / 4)
     count = max(min(q.size // _BLOCK, math.ceil(1 / part), rows), 1)
     return rows // count  # rounded down, so that few rows remain

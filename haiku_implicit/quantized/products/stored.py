@@ -26,7 +26,7 @@ from haiku_implicit.quantized.products.product import config_by_activation, quan
 _NUM_BLOCKS = 16
 
 
-def quantized_dot(call: BinaryCall, x: jax.Array, q: QuantizedMatrix) -> jax.Array:
+def quantized_dot(call: BinaryCall, x: jax.Array, q: Array) -> jax.Array:
     """Computes a `dot_general` of `x` and `q` without keeping a dense copy of `q`.
 
     The backward pass keeps the codes and the scales, and dequantizes them again.
@@ -34,7 +34,7 @@ def quantized_dot(call: BinaryCall, x: jax.Array, q: QuantizedMatrix) -> jax.Arr
     Args:
       call: the call of `dot_general`; its `out_sharding` is None.
       x: any array.
-      q: the stored matrix, or stack of them, with dense scales for each row.
+      q: a `QuantizedMatrix`, or stack of them, with dense scales for each row; or a `TrellisMatrix`.
 
     Returns:
       The result of `dot_general` for the dense `q`, up to the order of its sums.

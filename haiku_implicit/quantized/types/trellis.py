@@ -7,13 +7,15 @@ best sequence of codes, found by Viterbi's algorithm, has less error than codes 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive as JaxPrimitive
+from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.batch_axes import cut_fields
@@ -23,10 +25,12 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import result_sharding
-from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive, Result
-from haiku_implicit.quantized.cpu import native
+from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, Primitive, Result
+from haiku_implicit.quantized.cpu import build, native
 from haiku_implicit.quantized.numbers import gptq, scales
-from haiku_implicit.quantized.products.stored import blocked_dot
+from haiku_implicit.quantized.numbers.options import OperandConfig
+from haiku_implicit.quantized.products.partitioned import devices_of
+from haiku_implicit.quantized.products.stored import quantized_dot
 from haiku_implicit.quantized.types.matrix_indexing import as_index
 
 WINDOW = 12  # bits that a number depends on
@@ -79,6 +83,11 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
 
     default_dtype = jnp.float32
 
+    # For products, as a `QuantizedMatrix` has them: one group, without a scale, in each row.
+    activation = offset = rounded_to = None
+    activation_config = OperandConfig()
+    num_groups = 1
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits not in BITS.values() or self.axis not in (-2, -1):
@@ -127,6 +136,21 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
     def field_axes(self) -> dict[str, str]:  # type: ignore[override]
         """Words have the axis of the rows; sequences are not cut."""
         return {"words": "n." if self.axis == -1 else "m."}
+
+    @property
+    def codes(self) -> Array:
+        """The words."""
+        return self.words
+
+    @property
+    def format(self) -> str:
+        """The name of the codes: 'trellis2', 'trellis3' or 'trellis4'."""
+        return f"trellis{self.bits}"
+
+    @property
+    def steps(self) -> int:
+        """The length of each sequence."""
+        return sequences(self.length)[1]
 
     def compute_shape(self) -> tuple[int, ...]:
         rows, core = np.shape(self.words)[:-1], self.length
@@ -214,11 +238,56 @@ def _window(word: jax.Array, following: jax.Array, shift: Any) -> jax.Array:
     return (word >> shift | following << np.uint32(1) << (31 - shift)) & (2**WINDOW - 1)
 
 
+def decode(words: jax.Array, *, bits: int, steps: int) -> jax.Array:
+    """Returns the numbers of words, float32; `steps` is the length of each sequence."""
+    return values(windows(words, bits, steps))
+
+
 @functools.partial(jax.jit, static_argnames=("bits", "length"))
 def _decoded(words: jax.Array, bits: int, length: int) -> jax.Array:
     """Returns the numbers `[..., length]` of rows of words, float32."""
-    steps = sequences(length)[1]
-    return values(windows(words, bits, steps))[..., :length]
+    numbers: jax.Array = decode_p.bind(words, bits=bits, steps=sequences(length)[1])
+    return numbers[..., :length]
+
+
+# `decode` as a primitive, with a native kernel on CPUs.
+decode_p = JaxPrimitive("trellis_decode")
+
+
+def _abstract(words: Aval, *, bits: int, **_: Any) -> Any:
+    shape = (*words.shape[:-1], words.shape[-1] * 32 // bits)
+    return words.update(shape=shape, dtype=np.dtype(np.float32), weak_type=False)
+
+
+def _jvp(primals: Sequence[Array], _: Any, **params: EqnParam) -> tuple[Array, Array]:
+    out = decode_p.bind(*primals, **params)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _batch(operands: Sequence[jax.Array], axes: Sequence[int], **params: EqnParam) -> Any:
+    return decode_p.bind(jnp.moveaxis(operands[0], axes[0], 0), **params), 0
+
+
+def _lower_on_cpu(ctx: Any, words: Any, **params: EqnParam) -> Any:
+    devices = devices_of(ctx.module_context)
+    on_one = devices is not None and devices.number == 1 and 0 not in ctx.avals_in[0].shape
+    fun = native.trellis_decode if on_one and build.available() else decode
+    return mlir.lower_fun(fun, multiple_results=False)(ctx, words, **params)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "steps"))
+def _run(words: jax.Array, **params: EqnParam) -> Any:
+    """Compiles the primitive outside of any trace; under `disable_jit` it calls the function."""
+    is_traced = isinstance(words, jax.core.Tracer)
+    return decode_p.bind(words, **params) if is_traced else decode(words, **params)
+
+
+decode_p.def_impl(_run)
+decode_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[decode_p] = _jvp
+batching.primitive_batchers[decode_p] = _batch
+mlir.register_lowering(decode_p, mlir.lower_fun(decode, multiple_results=False))
+mlir.register_lowering(decode_p, _lower_on_cpu, platform="cpu")
 
 
 # --- encoding ------------------------------------------------------------------------------------
@@ -320,12 +389,12 @@ def _forward(branches: jax.Array, first: jax.Array, bits: int) -> tuple[jax.Arra
 
 @binary_handler("dot_general")
 def dot_with_trellis(call: BinaryCall, x: jax.Array, w: TrellisMatrix) -> Result:
-    """Multiplies with decoded blocks; leaves explicit axes of a mesh to XLA."""
+    """Multiplies with codes that are decoded on the way; leaves explicit axes of a mesh to XLA."""
     if result_sharding(call.primitive, call.ordered(x, w), call.params) is not None:
         return NotImplemented
     if call.params.get("out_sharding") is not None:  # derivatives have one that splits nothing
         call = dataclasses.replace(call, params=call.params | dict(out_sharding=None))
-    return blocked_dot(call, x, w)
+    return quantized_dot(call, x, w)
 
 
 @binary_handler("conv_general_dilated")
