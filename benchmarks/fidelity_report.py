@@ -102,6 +102,9 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "trellis2, LDLQ": (dict(dtype="trellis2"), "gptq"),
     "int8 × int8": (W8A8, None),
     "int8 × int8, SmoothQuant": (W8A8, "smoothquant"),
+    "int8 × int8, rotated": (W8A8 | dict(rotate=True), None),
+    "int8 × int4": (W8A8 | dict(activation="int4"), None),
+    "int8 × int4, rotated": (W8A8 | dict(activation="int4", rotate=True), None),
 }  # fmt: skip
 
 # Qwix 0.1.8 on the same weights, measured separately: bits per weight, relative RMS, cosine.
@@ -140,6 +143,9 @@ MAIN = (
     "trellis2, LDLQ",
     "int8 × int8",
     "int8 × int8, SmoothQuant",
+    "int8 × int8, rotated",
+    "int8 × int4",
+    "int8 × int4, rotated",
     "Qwix 0.1.8: nf4 tile 64",
 )
 

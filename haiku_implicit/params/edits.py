@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Unpack
 
+from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
@@ -165,7 +166,9 @@ def quantize_activations(
 
 
 # Types of weights that hold a quantized weight, and the field that holds it.
-_HOLDERS: dict[type[LoRA | ScaledMatrix], str] = {LoRA: "w", ScaledMatrix: "matrix"}
+_HOLDERS: dict[type[LoRA | ScaledMatrix | Rotated], str] = {
+    LoRA: "w", ScaledMatrix: "matrix", Rotated: "w",
+}  # fmt: skip
 
 
 def _is_stored(module_name: str, name: str, value: Array) -> bool:

@@ -6,19 +6,21 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from haiku_implicit.adapters import Hadamard
 from tests.random_arrays import numpy_normal as normal
 from tests.tiers import few
 
 K, N = 64, 24
 
 
-def rounded(x):
+def rounded(x, bits=8):
     """Rows of int8 by their largest magnitude, of which half a step more is the bound (as in Qwix).
 
     With the reciprocals that are taken there: the largest magnitude lies on a tie.
     """
-    scale = np.abs(x).max(-1, keepdims=True) * np.float32(1 / 127.5)
-    return np.clip(np.round(x * (1 / scale)), -128, 127) * scale
+    most = 2 ** (bits - 1)
+    scale = np.abs(x).max(-1, keepdims=True) * np.float32(1 / (most - 0.5))
+    return np.clip(np.round(x * (1 / scale)), -most, most - 1) * scale
 
 
 FORMATS = {
@@ -100,3 +102,64 @@ def test_what_is_kept(never_dense):
 def test_errors(activation):
     with pytest.raises(ValueError, match=f"activation: expected one of .*, got '{activation}'"):
         hki.QuantizedMatrix.quantize(normal((K, N)), "int8", activation=activation)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rotated_inputs_are_rounded(bits, never_dense):
+    """The rounded inputs are the rotated ones, among which one outlier does not spoil the scale."""
+    w, x = normal((K, N)), np.array(normal((8, K), 1))
+    x[:, 7] *= 60
+    options = dict(dtype="int8", activation=f"int{bits}")
+    plain, q = (
+        hki.quantize_params({"m": {"w": w}}, rotate=rotate, **options)["m"]["w"]
+        for rotate in (False, True)
+    )
+    dot = hki.use_implicit_args(lambda x, w: x @ w)
+    rotation, codes = np.asarray(hki.materialize(q.rotation)), np.asarray(hki.materialize(q.w))
+    turned = x @ rotation
+    want, step = rounded(turned, bits) @ codes, np.abs(turned).max() / 2 ** (bits - 1)
+    for run in (dot, jax.jit(dot), jax.vmap(dot, in_axes=(0, None))):
+        got = np.asarray(run(x, q))
+        assert np.abs(got - want).max() < step * np.abs(codes).max()  # a tie, as above
+        assert np.median(np.abs(got - want)) < 1e-4
+    dense = rotation @ codes
+    grad = jax.grad(lambda x: jnp.sum(jnp.cos(jnp.arange(N)) * dot(x, q)))(x)
+    np.testing.assert_allclose(
+        grad, np.broadcast_to(dense @ np.cos(np.arange(N)), x.shape), rtol=1e-4, atol=1e-4
+    )
+
+    def error(w):
+        return np.linalg.norm(dot(x, w) - x @ hki.materialize(w))
+
+    assert error(q) < 0.4 * error(plain)
+
+
+def test_rotated_weights_get_activations():
+    params = {"m": {"w": normal((K, N))}}
+    want = hki.quantize_params(params, rotate=True, activation="int8")
+    got = hki.quantize_activations(hki.quantize_params(params, rotate=True))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    trellis = hki.quantize_params(params, dtype="trellis3")
+    with pytest.raises(ValueError, match="m/w: expected a QuantizedMatrix, got TrellisMatrix"):
+        hki.quantize_activations(trellis, targets="m/w")
+
+
+def test_inputs_of_several_products_are_rotated_once():
+    """As XLA sees it: the signs are constants, equal for equal widths."""
+    weights = [hki.adapters.Rotated(normal((K, N), i), Hadamard.random(K)) for i in range(3)]
+
+    def products(count):
+        fun = hki.use_implicit_args(lambda x, *weights: [x @ w for w in weights])
+        program = jax.jit(fun).lower(normal((8, K)), *weights[:count]).compile()
+        return program.as_text().count(" dot(")
+
+    assert products(3) <= products(1) + 2
+
+
+def test_signs_in_an_array_are_those_of_the_length():
+    """Files from before signs were constants hold them."""
+    for batch in ((), (2,)):
+        held, known = Hadamard.random(K, batch, seed=0), Hadamard.random(K, batch)
+        np.testing.assert_array_equal(hki.materialize(held), hki.materialize(known))
+    other = hki.materialize(Hadamard.random(K, seed=1))
+    assert np.abs(other - hki.materialize(known)).max() > 0.1
