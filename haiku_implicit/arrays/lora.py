@@ -147,14 +147,14 @@ class LoRA(Adapter, linear_in=("w", "a")):
 
         Args:
           rank: the rank of the correction, at most the smaller of `n` and `m`.
-          alpha: the correction is scaled by `alpha / rank`; None for a scale of 1.
+          alpha: the correction is scaled by `alpha / rank`; None for a scale of 1 (or of
+            `8 / sqrt(rank)`).
           init: the initialization of the factors, as for `haiku_implicit.add_lora`.
           rank_stabilized: whether to scale the correction by `alpha / sqrt(rank)`.
         """
         own_alpha = _own_alpha(rank, alpha, rank_stabilized)
         check_room(w, rank)
-        scale = 1.0 if alpha is None else own_alpha / rank
-        parts = init_of(init).parts(w, rank, scale, key)
+        parts = init_of(init).parts(w, rank, own_alpha / rank, key)
         return (cls if parts.w is w else RestLoRA)(*parts, own_alpha)
 
     @classmethod
@@ -199,12 +199,13 @@ class RestLoRA(LoRA, method=""):
     """
 
 
+_STABILIZED_ALPHA = 8.0  # PEFT's default, for any rank: the scale should not depend on the rank
+
+
 def _own_alpha(rank: int, alpha: float | None, rank_stabilized: bool) -> float:
     """The `alpha` of the constructor, from options of `LoRA.create`; raises if one is out of range."""
-    if rank_stabilized and alpha is None:
-        raise ValueError("rank_stabilized: expected an alpha, got None")
     if alpha is None:
-        return rank
+        alpha = _STABILIZED_ALPHA if rank_stabilized else rank
     real = isinstance(alpha, int | float | np.integer | np.floating)
     if not real or not math.isfinite(alpha):
         raise ValueError(f"alpha: expected None or a finite number, got {alpha!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -22,12 +23,16 @@ from haiku_implicit.core.transform import tree_map_with_implicit
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params import knapsack
 from haiku_implicit.params.edits import quantize_params
-from haiku_implicit.params.quantizing.calibrated import Carry, parsed, quantize_by
+from haiku_implicit.params.quantizing.calibrated import (
+    Carry,
+    options_with_inputs,
+    parsed,
+    quantize_by,
+)
 from haiku_implicit.params.quantizing.observing import Model, arguments_of, inputs_of
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import QuantizeOptions
-from haiku_implicit.quantized.matrix import QuantizeArguments
 
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -41,6 +46,7 @@ class WeightCost(NamedTuple):
       error: the relative error of the model's outputs.
       nbytes: the bytes of the weight in this format.
       dense_nbytes: the bytes of the weight before.
+      size: its numbers.
     """
 
     path: str
@@ -48,6 +54,7 @@ class WeightCost(NamedTuple):
     error: float
     nbytes: int
     dense_nbytes: int
+    size: int
 
 
 class Allocation(dict[str, str]):
@@ -58,13 +65,21 @@ class Allocation(dict[str, str]):
       bound: an error that no choice within the bytes can be below (a Lagrangian bound). If both are
         equal, the choice is the best one.
       nbytes: the bytes of all parameters.
+      bits: the bits per number of the weights that the choice is about.
     """
 
     def __init__(
-        self, chosen: Mapping[str, str], *, error: float, bound: float, nbytes: int
+        self, chosen: Mapping[str, str], *, error: float, bound: float, nbytes: int, bits: float
     ) -> None:
         super().__init__(chosen)
-        self.error, self.bound, self.nbytes = error, bound, nbytes
+        self.error, self.bound, self.nbytes, self.bits = error, bound, nbytes, bits
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{n} {name}" for name, n in collections.Counter(self.values()).items())
+        return (
+            f"Allocation({counts or 'all dense'}; {self.bits:.3f} bits, {self.nbytes:,} bytes; "
+            f"error {self.error:.3g}, at least {self.bound:.3g})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +146,7 @@ class Sensitivity:
             error=math.sqrt(sum(squares)),
             bound=math.sqrt(max(knapsack.lower_bound(items, left), 0)),
             nbytes=sum(sizes) + self.other_nbytes,
+            bits=8 * sum(sizes) / sum({row.path: row.size for row in self.rows}.values()),
         )
 
     def quantize(
@@ -172,9 +188,8 @@ class Sensitivity:
         known = {path: self.inputs[path] for path in chosen if path in self.inputs}
         if self.method is None or not known:
             return params
-        default: QuantizeArguments = dict(dtype="int8", calibration="mse")
         hows: dict[str, QuantizeOptions] = {
-            name: QuantizeOptions.of(own, default, rules=False)  # type: ignore[arg-type]
+            name: options_with_inputs(own, "int8")  # type: ignore[arg-type]
             for name, own in self.options.items()
         }
         return quantize_by(lambda p: hows[chosen[p.path]], params, known, self.method, carry, axes)
@@ -255,8 +270,9 @@ def sensitivity(
     else:
         errors = _probed(apply, tensors, given, stored, probes)
     rows = [
-        WeightCost(path, name, error, stored[name][path].nbytes, dense[path].nbytes)
+        WeightCost(path, name, error, stored[name][path].nbytes, x.nbytes, x.size)
         for (path, name), error in errors.items()
+        for x in (dense[path],)
     ]
     rows.sort(key=lambda row: row.error, reverse=True)
     others = sum(x.nbytes for path, x in dense.items() if path not in paths)

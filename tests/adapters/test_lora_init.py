@@ -202,12 +202,20 @@ def test_quantizing_the_rest():
         (dict(init=hki.CorDA({"n": {}})), "m/w .*CorDA has no moments of m/w, only of .'n'"),
         (dict(init=hki.LoRAGA({"m": {"w": np.eye(3)}})), r"m/w .*expected gradient \[16, 12\]"),
         (dict(init=hki.LoRAGA({}), rank=7), "m/w .*twice the rank, 14, .* has 12"),
-        (dict(rank_stabilized=True), "rank_stabilized: expected an alpha"),
     ],
 )
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         hki.add_lora({"m": {"w": normal((N, M))}}, 0, **dict(rank=R) | options)
+
+
+def test_the_default_scale():
+    params = {"m": {"w": normal((N, M))}}
+    for options, scale in ({}, 1), (dict(rank_stabilized=True), 8 / 4**0.5):  # PEFT's `lora_alpha`
+        w = hki.add_lora(params, 0, rank=4, **options)["m"]["w"]
+        change = hki.materialize(w._replace(b=w.b + 1)) - w.w
+        want = scale * np.repeat(w.a.sum(-1, keepdims=True), M, -1)
+        np.testing.assert_allclose(change, want, atol=1e-5)
 
 
 def test_a_quantized_weight_is_not_decomposed():

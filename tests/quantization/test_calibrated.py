@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.params.quantizing import carried
+from haiku_implicit.params.quantizing import carried, programs
 from haiku_implicit.quantization import QuantRule
 from haiku_implicit.quantized.numbers import gptq
 from tests.random_arrays import numpy_normal as normal
@@ -324,6 +324,23 @@ def test_stacked_layers_are_quantized_as_separate_ones():
     close(hki.materialize(stacked["head"]["w"]), hki.materialize(own["head"]["w"]))
     out = jax.jit(hki.transform_implicit(two).apply)(stacked, x)
     close(out, two.apply(hki.materialize(stacked), x))
+
+
+def test_equal_layers_share_a_compiled_program():
+    """The third layer differs in a number only, and the last one keeps nothing for later ones."""
+
+    def fun(weights, x):
+        factors = np.float32([2, 2, 3, 2, 2])
+        return [x := jnp.tanh(x @ w) * f for w, f in zip(weights, factors.tolist(), strict=True)]
+
+    args = list(normal((5, 8, 8))), normal((4, 8), 1)
+    program = programs.Program(fun, *args)
+    leaves = jax.tree.leaves(args)
+    values = [program.start | dict(zip(program.inputs, leaves, strict=True))]
+    for i, (number, want) in enumerate(zip(program.outputs, fun(*args), strict=True)):
+        ((got,),) = program.advance(values, [number], program.outputs[i + 1 :])
+        close(got, want, 1e-6)
+    assert len(program.compiled) == 3
 
 
 def test_a_shared_weight_and_a_loop():

@@ -120,4 +120,6 @@ def test_rounding_by_inputs(options, monkeypatch):
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
     plain = hki.materialize(hki.QuantizedMatrix.quantize(w, **options))
     assert errors[0] < 0.9 * float(jnp.linalg.norm(x @ (plain - w)))
-    assert (np.asarray(got) == np.asarray(want)).mean() > 0.99
+    # Sums for more rows may be taken in another order. So scales differ in their last bits, and of two
+    # candidates with equal errors the other one may win, in 1 or 2 of the 26 rows.
+    assert np.isclose(got, want, rtol=1e-6, atol=0).mean() > 0.9

@@ -82,11 +82,15 @@ def test_formats_within_a_number_of_bytes(params):
         assert nbytes <= budget and error == pytest.approx(best)
         assert chosen.nbytes == nbytes + others and chosen.error**2 == pytest.approx(best)
         assert chosen.bound**2 <= best * (1 + 1e-6)
+        size = sum(row.size for row in rows.values()) / 2
+        assert size == 16 * 32 + 32 * 16 + 16 * 8 and chosen.bits == 8 * nbytes / size
         small = found.quantize(params, budget + others)
         held = {row.path: row.nbytes for row in hki.summary(small).rows}
         assert sum(held[path] for path in WEIGHTS) == nbytes
         assert hki.summary(small).total.nbytes == nbytes + others <= budget + others
-    assert found.allocate(1_600 + others)[WEIGHTS[1]] != "int4", "the worst weight keeps its bits"
+    chosen = found.allocate(1_600 + others)
+    assert chosen[WEIGHTS[1]] != "int4", "the worst weight keeps its bits"
+    assert repr(chosen).startswith("Allocation(3 int8; 9.556 bits, 1,600 bytes; error ")
 
 
 def test_errors_from_gradients(params):
@@ -127,6 +131,17 @@ def test_errors(params):
         found.allocate(100)
     with pytest.raises(ValueError, match="chosen: expected options of .'int8'., got 'int2'"):
         found.quantize(params, {WEIGHTS[0]: "int2"})
+
+
+def test_trellis_codes_among_the_options(params):
+    """They have no search for scales, which is the default for other formats with a method."""
+    options = {"trellis2": dict(dtype="trellis2"), "int4": OPTIONS["int4"]}
+    xs = [(normal((64, 16), i),) for i in range(2)]
+    found = hki.sensitivity(MODEL.apply, params, xs, options, targets=WEIGHTS[0], method="gptq")
+    small = found.quantize(params, {WEIGHTS[0]: "trellis2"})
+    moments = hki.input_moments(MODEL.apply, params, xs, targets=WEIGHTS[0])
+    want = hki.quantize_with_inputs(params, moments, dtype="trellis2")
+    jax.tree.map(np.testing.assert_array_equal, small, want)
 
 
 @pytest.mark.parametrize("method", few(["gptq", "awq", "awq+gptq"], "awq+gptq"))

@@ -82,7 +82,7 @@ def add_lora(
         a `MatrixView` of one LoRA. Other weights of more than two axes are stacks of matrices, each
         with its own factors; a warning names those whose factors have more numbers than the weight.
       rank_stabilized: whether to scale the correction by `alpha / sqrt(rank)` (rsLoRA,
-        arXiv:2312.03732).
+        arXiv:2312.03732), by `8 / sqrt(rank)` without an `alpha`, as PEFT does.
       dtype: the dtype of the factors. None: the weight's, but float32 for weights of 16 bits or fewer,
         whose small updates would be rounded away. Products run in the model's dtype in any case.
 

@@ -204,10 +204,7 @@ def quantize_with_inputs(
       True
     """
     chosen, _ = parsed(method)
-    default: QuantizeArguments = dict(dtype="int4", calibration="mse")
-    if options.get("dtype") in BITS:
-        default = {}
-    how = QuantizeOptions.of(options, default, rules=rules is not None)
+    how = options_with_inputs(options, "int4", rules=rules is not None)
     if rules is not None:
         rules = trees.checked_rules(rules)
     elif chosen.needed == "maxima":
@@ -217,6 +214,14 @@ def quantize_with_inputs(
         return how if rules is None else _how_by_rule(rules, parameter, how)
 
     return quantize_by(how_of, params, inputs, method, carry, matrix_axes)
+
+
+def options_with_inputs(
+    options: QuantizeArguments, dtype: str, *, rules: bool = False
+) -> QuantizeOptions:
+    """The record of a function's `**options`, by default with this dtype and scales by 'mse'."""
+    default: QuantizeArguments = dict(dtype=dtype, calibration="mse")
+    return QuantizeOptions.of(options, {} if options.get("dtype") in BITS else default, rules=rules)
 
 
 def quantize_by(

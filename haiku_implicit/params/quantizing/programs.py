@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from haiku_implicit.core.bind import bind
@@ -33,6 +35,7 @@ class Program:
       outputs: the numbers of its results (leaves of the tree `treedef`).
       start: the values that are known before any argument.
       causes: for each number, the set of the inputs that it depends on, as bits.
+      compiled: functions of the parts that ran, by their computations: equal layers share one.
     """
 
     def __init__(self, fun: Callable[..., Any], *args: Any) -> None:
@@ -42,6 +45,7 @@ class Program:
         self.start: Values = {}
         self.made_by: dict[int, int] = {}
         self._count = 0
+        self.compiled: dict[Hashable, Callable[[list[Array]], list[Array]]] = {}
         self.inputs = self._fresh(len(closed.jaxpr.invars))
         found = self._added(closed.jaxpr, closed.consts, self.inputs)
         self.outputs = [x if isinstance(x, int) else self._constant(x.val) for x in found]
@@ -69,11 +73,16 @@ class Program:
         steps, operands = self.needed(wanted, known)
         made = {number for step in steps for number in step.results}
         _, kept = self.needed(later, known | made)
-        results = [*wanted, *(kept & made)]
-        run = jax.jit(lambda values: evaluated(steps, values, results))
+        results = [*wanted, *sorted(kept & made)]
+        ordered, key = _canonical(steps, operands, results)
+
+        def compute(given: list[Array]) -> list[Array]:
+            return evaluated(steps, dict(zip(ordered, given, strict=True)), results)
+
+        run = self.compiled.setdefault(key, jax.jit(compute))
         found = []
         for values in each:
-            new = dict(zip(results, run({i: values[i] for i in operands}), strict=True))
+            new = dict(zip(results, run([values[i] for i in ordered]), strict=True))
             found.append([new[i] for i in wanted])
             old = {
                 i: x for i, x in values.items() if i in kept or i in self.inputs or i in self.start
@@ -152,6 +161,39 @@ class Program:
 def numbers_of(step: _Step) -> list[int]:
     """The numbers of a step's operands that are no literals."""
     return [x for x in step.operands if isinstance(x, int)]
+
+
+def _canonical(
+    steps: Sequence[_Step], operands: Collection[int], results: Sequence[int]
+) -> tuple[list[int], Hashable]:
+    """The operands in the order of their use, and a key that is equal for equal computations.
+
+    It is never equal for parameters that can't be hashed.
+    """
+    every = itertools.chain(*map(numbers_of, steps), results)
+    used = list(dict.fromkeys(number for number in every if number in operands))
+    made = itertools.chain(*(step.results for step in steps))
+    names = {number: i for i, number in enumerate((*used, *made))}
+
+    def named(x: int | Literal) -> Hashable:
+        return names[x] if isinstance(x, int) else (str(x.aval), np.asarray(x.val).tobytes())
+
+    def described(step: _Step) -> Hashable:
+        eqn = step.eqn
+        kinds = (*(str(x.aval) for x in eqn.outvars), repr(eqn.ctx))
+        own = tuple(map(named, step.operands))
+        return eqn.primitive, tuple(sorted(eqn.params.items())), own, kinds
+
+    key = tuple(map(described, steps)), tuple(names[number] for number in results)
+    return used, key if _is_hashable(key) else object()
+
+
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 def evaluated(steps: Sequence[_Step], values: Values, results: Sequence[int]) -> list[Array]:

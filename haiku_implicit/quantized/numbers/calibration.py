@@ -188,17 +188,16 @@ def refit(w: jax.Array, scales: Scales, fmt: Format, weight: jax.Array | float =
       weight: the weight of each squared error, broadcastable to `w`.
     """
     q = formats.decode(encode(w, *scales, fmt), w.dtype, fmt)
-    sums = functools.partial(jnp.sum, axis=-1, keepdims=True)
     unit = _unit(w)
     w, weight = w / unit, jnp.broadcast_to(weight, w.shape)
     if scales.offset is None:
-        norm = sums(weight * q * q)
-        fitted = sums(weight * w * q) / _divisor(norm)
+        norm = _sums(weight * q * q)
+        fitted = _sums(weight * w * q) / _divisor(norm)
         return Scales(jnp.where(norm > 0, fitted * unit, scales.scale))
-    total = _divisor(sums(weight))
-    mean_q, mean_w = sums(weight * q) / total, sums(weight * w) / total
-    variance = sums(weight * (q - mean_q) ** 2)
-    slope = sums(weight * (q - mean_q) * (w - mean_w)) / _divisor(variance)
+    total = _divisor(_sums(weight))
+    mean_q, mean_w = _sums(weight * q) / total, _sums(weight * w) / total
+    variance = _sums(weight * (q - mean_q) ** 2)
+    slope = _sums(weight * (q - mean_q) * (w - mean_w)) / _divisor(variance)
     fits = (variance > 0) & (slope > 0)
     return Scales(
         jnp.where(fits, slope * unit, scales.scale),
@@ -211,7 +210,16 @@ def _squared_error(
 ) -> jax.Array:
     unit = _unit(w)
     error = (w - _rounded(w, scales, fmt)) / unit
-    return jnp.sum(weight * error * error, axis=-1, keepdims=True)
+    return _sums(weight * error * error)
+
+
+def _sums(x: jax.Array) -> jax.Array:
+    """The sum of each block, `[..., 1]`.
+
+    XLA's reduction on a CPU would compute `x` in the same loop, one number after another. A product is
+    a call of its own, so that the codes in `x` are computed in vectors.
+    """
+    return jnp.matmul(x, jnp.ones((x.shape[-1], 1), x.dtype), precision=jax.lax.Precision.HIGHEST)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
