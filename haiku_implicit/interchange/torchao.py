@@ -89,10 +89,12 @@ class _Weight(NamedTuple):
         middle = 2 ** (bits - 1)
         codes = self.tensors.array(self._part("qdata"), "I8", shape).astype(np.int16) + middle
         expect(not (codes >> bits).any(), self._where, f"codes of {bits} bits", "larger ones")
-        scales, (_, size) = self._in_blocks("scale", _FLOATS, shape)
+        scales, (rows, size) = self._in_blocks("scale", _FLOATS, shape)
         zeros = np.full(scales.shape, middle, np.float32)
         if self._part("zero_point") in self.uses:
             zeros = zeros + self._in_blocks("zero_point", f"I8 {_FLOATS}", shape)[0]
+        if scales.shape[-2] > 1:
+            scales, zeros = np.repeat(scales, rows, -2), np.repeat(zeros, rows, -2)
         group = np.arange(shape[-1]) // size
         found = IntegerCodes(codes.astype(np.uint8), scales, zeros, group, bits)
         return found.values() if dense else found.matrix()._replace(dtype=self._out_dtype())

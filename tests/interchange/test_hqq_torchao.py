@@ -87,6 +87,13 @@ def test_values_are_those_of_the_writer(case, name):
         )
 
 
+def test_dense_values_of_torchao_are_its_own():
+    found, wanted = loaded("torchao", "bfloat16", True)
+    for name, want in wanted.items():
+        assert isinstance(found[name], jax.Array)
+        np.testing.assert_array_equal(np.asarray(found[name], np.float32), want)
+
+
 def test_dense_values_of_hqq_are_its_own():
     found, wanted = loaded("hqq", "float32", True)
     for name, want in wanted.items():
@@ -138,6 +145,18 @@ def test_int4_with_two_codes_to_a_byte(tmp_path, dense, symmetric):
     np.testing.assert_allclose(hki.materialize(w), by_input[0] * codes.T + by_input[1], rtol=1e-6)
     if not dense:
         assert (w.format, w.group_size) == ("int4" if symmetric else "uint4", 32)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_blocks_of_several_rows_and_three_axes(tmp_path, dense):
+    codes = np.random.default_rng(0).integers(-128, 128, (2, 4, 64)).astype(np.int8)
+    scale = abs(normal((2, 2, 2)))
+    own = ATTRIBUTES | {"block_size": [1, 2, 32]}
+    write(tmp_path, "Int8Tensor", {"qdata": codes, "scale": scale}, **own)
+    w = hki.load_hugging_face(tmp_path, {"up.weight": "up/w"}, dequantize=dense or None)["up"]["w"]
+    want = codes * scale.repeat(2, 1).repeat(32, 2)
+    axes = (0, 1, 2) if w.shape == want.shape else (0, 2, 1)
+    np.testing.assert_allclose(hki.materialize(w), want.transpose(axes), rtol=1e-6)
 
 
 def write(folder, kind, parts, names=None, **data):
