@@ -23,6 +23,7 @@ import pathlib
 import platform
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ import jax.numpy as jnp
 
 from benchmarks.machine import about_this_machine
 from benchmarks.stages import in_turn, no_garbage_collection
-from haiku_implicit.mox import eval_mox, make_mox
+from haiku_implicit.mox import eval_mox, load, make_mox, save
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by name
@@ -134,6 +135,9 @@ def _turn(model: Model, turn: int) -> dict[str, dict[str, float]]:
         view=lambda: viewed.query("true()"),
     )
     ms = {name: _ms(functions[name]) for name in in_turn(list(functions), turn)}
+    with tempfile.TemporaryDirectory() as folder:
+        ms["save"] = _ms(lambda: save(f"{folder}/model.json", evaluated))
+        ms["load"] = _ms(lambda: load(f"{folder}/model.json"))
 
     (node,) = changed[GLOB.format(middle=middle)]
     for name in ("first_sub", "further_sub"):

@@ -56,10 +56,16 @@ def main(argv: list[str]) -> None:
 
 
 def _least(program: str, *args: str) -> list[float]:
-    """The least of each number that a program prints, in processes of their own."""
-    command = [sys.executable, "-c", program, *args]
+    """The least of each number that a program prints, in processes of their own.
+
+    They keep bytecode, as Python does by default. Without it, an import compiles the package.
+    """
+    command, env = (
+        [sys.executable, "-c", program, *args],
+        {**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+    )
     runs = [
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.split()
         for _ in range(_REPEATS.value)
     ]
     return [min(map(float, numbers)) for numbers in zip(*runs, strict=True)]

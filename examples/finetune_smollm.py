@@ -117,13 +117,13 @@ def run() -> None:
         os.replace(_ADAPTER.value, _ADAPTER.value + ".bak")
         print(f"kept the adapter that was there as {_ADAPTER.value}.bak")
 
-    sampler = make_sampler(checkpoint, prompt)
-    evaluate = make_evaluation(apply, data, sampler)
+    sampler = make_sampler(checkpoint, prompt, state.adapter, base)
+    evaluate = make_evaluation(apply, data, sampler, state.adapter, base)
     before = evaluate(state.adapter, base)
     state = train(apply, optimizer, state, base, data)
     after = evaluate(state.adapter, base)
     sampling = time.time()
-    sampler(state.adapter, base)  # compiled now
+    sampler(state.adapter, base)
     speed = (len(prompt) + _SAMPLE.value) / (time.time() - sampling)
     for title, (_, sample) in (("before", before), ("after", after)):
         print(f"\n--- sample {title} ---\n{sample}")
@@ -274,19 +274,19 @@ def one_by_one(loss_and_grad: Any) -> Any:
     return run
 
 
-def make_evaluation(apply: Any, data: Data, sampler: Any) -> Any:
+def make_evaluation(apply: Any, data: Data, sampler: Any, *params: Any) -> Any:
     """Returns a function of (adapter, base): the held-out loss, and a continuation of the prompt."""
-    loss = jax.jit(make_loss(apply))
+    batches = [windows(data.heldout, [_SEED.value, i, 1]) for i in range(_EVAL.value)]
+    loss = compiled(jax.jit(make_loss(apply)), *params, batches[0])
 
     def evaluate(adapter: Any, base: Any) -> tuple[float, str]:
-        batches = [windows(data.heldout, [_SEED.value, i, 1]) for i in range(_EVAL.value)]
         losses = [float(loss(adapter, base, b)) for b in tqdm(batches, "held out", leave=False)]
         return float(np.mean(losses)), sampler(adapter, base)
 
     return evaluate
 
 
-def make_sampler(checkpoint: smollm.Checkpoint, prompt: list[int]) -> Any:
+def make_sampler(checkpoint: smollm.Checkpoint, prompt: list[int], *params: Any) -> Any:
     """Returns a function of (adapter, base) that continues the prompt, with a cache of keys and values.
 
     The loop over tokens is one compiled program; its first steps take the prompt's tokens.
@@ -311,8 +311,11 @@ def make_sampler(checkpoint: smollm.Checkpoint, prompt: list[int]) -> Any:
         start = in_floats(decoding.empty_cache(model)), jnp.int32(0)
         return jax.lax.scan(step, start, (jnp.arange(length), given))[1]
 
+    key = jax.random.key(_SEED.value)
+    program = compiled(sample, *params, given, key)
+
     def run(adapter: Any, base: Any) -> str:
-        ids = np.asarray(sample(adapter, base, given, jax.random.key(_SEED.value)))
+        ids = np.asarray(program(adapter, base, given, key))
         return checkpoint.tokenizer.decode(ids, skip_special_tokens=False)
 
     return run

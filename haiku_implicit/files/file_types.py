@@ -237,16 +237,16 @@ def check_file(path: str | os.PathLike[str], expected: str) -> None:
         raise not_a(expected, path)
 
 
-def open_container(path: str, expected: str = "a safetensors file") -> File:
+def open_container(path: str) -> File:
     """Opens a safetensors file.
 
     Raises:
       CheckpointError: if it is of another kind, or damaged.
       OSError: if it can't be read.
     """
-    check_file(path, expected)
+    check_file(path, "a safetensors file")
     if not is_container(path):
-        raise not_a(expected, path)
+        raise not_a("a safetensors file", path)
     return File(path)
 
 

@@ -88,7 +88,7 @@ def test_the_cache_changes_no_sample(files):
         for i in range(len(prompt) - 1, len(prompt) + 5):
             logits = apply(hki.combine(*halves), jnp.asarray([ids]))[0, -1]
             ids.append(int(jax.random.categorical(jax.random.fold_in(key, i), logits / 0.5)))
-        got = finetune_smollm.make_sampler(checkpoint, prompt)(*halves)
+        got = finetune_smollm.make_sampler(checkpoint, prompt, *halves)(*halves)
     assert got == checkpoint.tokenizer.decode(ids, skip_special_tokens=False)
 
 

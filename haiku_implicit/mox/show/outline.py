@@ -248,11 +248,11 @@ def text(root: Row, depth: int | None = None) -> str:
     return "\n".join([*lines, totals(root)])
 
 
-def short_text(root: Row, max_lines: int = 60) -> str:
-    """The text of an outline, to the largest depth with at most `max_lines` lines."""
+def short_text(root: Row) -> str:
+    """The text of an outline, to the largest depth with at most 60 lines."""
     for depth in range(height(root), 1, -1):
         shown = text(root, depth)
-        if shown.count("\n") < max_lines:
+        if shown.count("\n") < 60:
             return shown
     return text(root, 1)
 
