@@ -71,20 +71,8 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "mxfp4, mse": (dict(dtype="mxfp4", calibration="mse"), None),
     "nvfp4": (dict(dtype="nvfp4"), None),
     "nvfp4, mse": (dict(dtype="nvfp4", calibration="mse"), None),
-    "int4 per channel, rotated, mse": (
-        dict(dtype="int4", calibration="mse", rotate=True, **BF16), None,
-    ),
-    "int4, 64, rotated, mse": (
-        dict(dtype="int4", group_size=64, calibration="mse", rotate=True, **BF16), None,
-    ),
     "trellis4": (dict(dtype="trellis4"), None),
     "int3, 64, mse": (dict(dtype="int3", group_size=64, calibration="mse", **BF16), None),
-    "int3 per channel, rotated, mse": (
-        dict(dtype="int3", calibration="mse", rotate=True, **BF16), None,
-    ),
-    "int3, 64, rotated, mse": (
-        dict(dtype="int3", group_size=64, calibration="mse", rotate=True, **BF16), None,
-    ),
     "trellis3": (dict(dtype="trellis3"), None),
     "int3, 32, zero point, double, mse": (dict(dtype="uint3", group_size=32, **DOUBLE), None),
     "int3, 64, zero point, double, mse": (dict(dtype="uint3", group_size=64, **DOUBLE), None),
@@ -96,12 +84,6 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "int4, 64, GPTQ": (dict(dtype="int4", group_size=64, calibration="mse", **BF16), "gptq"),
     "nf4, 64, GPTQ": (dict(dtype="nf4", group_size=64, calibration="mse", **BF16), "gptq"),
     "int3, 64, GPTQ": (dict(dtype="int3", group_size=64, calibration="mse", **BF16), "gptq"),
-    "int4, 64, rotated, GPTQ": (
-        dict(dtype="int4", group_size=64, calibration="mse", rotate=True, **BF16), "gptq",
-    ),
-    "int3, 64, rotated, GPTQ": (
-        dict(dtype="int3", group_size=64, calibration="mse", rotate=True, **BF16), "gptq",
-    ),
     "nf4, 64, GPTQ in order": (
         dict(dtype="nf4", group_size=64, calibration="mse", **BF16), "gptq, in order",
     ),
@@ -151,10 +133,8 @@ MAIN = (
     "int4, 64",
     "mxfp4",
     "nvfp4, mse",
-    "int4, 64, rotated, mse",
     "trellis4",
     "int3, 32, zero point, double, mse",
-    "int3, 64, rotated, mse",
     "trellis3",
     "int2, 32, zero point, double, mse",
     "trellis2",
@@ -164,7 +144,6 @@ MAIN = (
     "int4, 64, AWQ",
     "int3, 64, GPTQ",
     "int3, 64, GPTQ in order",
-    "int3, 64, rotated, GPTQ",
     "trellis4, LDLQ",
     "trellis3, LDLQ",
     "trellis2, LDLQ",
