@@ -85,6 +85,7 @@ inline void sum_four(const Floats* values, float* out) {
 
 constexpr int kCodes = 32;                // that are decoded together
 constexpr int kVectors = kCodes / kLanes;  // of their values
+constexpr int kBehind = 64;               // so many bytes behind the codes of a row may be read
 
 typedef uint8_t Codes __attribute__((vector_size(kCodes)));
 typedef uint32_t CodeWords __attribute__((vector_size(kCodes)));
@@ -381,18 +382,17 @@ struct Numbers {
     return memory;
   }
 
-  // The same with zeros up to whole vectors.
+  // The same, always in `out`.
   HKI_ONCE void read(int64_t first, int64_t count, float* out) const {
     const float* found = floats(first, count, out);
     if (found != out) std::copy_n(found, count, out);
-    std::fill(out + count, out + round_up(count, kLanes), 0.0f);
   }
 
   // Asks for the memory of `count` of them, of which the first is so many on.
   void prefetch(int64_t first, int64_t count) const {
     const int64_t size = dtype == XLA_FFI_DataType_F32 ? 4 : 2;
     const char* at = static_cast<const char*>(data) + first * size;
-    for (int64_t i = 0; i < count * size; i += 64) __builtin_prefetch(at + i);
+    for (int64_t i = 0; i < count * size; i += 64) __builtin_prefetch(at + i, 0, 2);
   }
 
   static float as_float(uint32_t bits) {
@@ -473,27 +473,81 @@ struct Weights {
   int64_t bits() const { return planes[0] + planes[1]; }
   int64_t row_bytes() const { return step * stored; }  // from one row to the next
   const uint8_t* end() const { return codes + (rows - 1) * row_bytes() + stored; }
-  // The codes of a row, from which 32 bytes at a time may be read; in `memory`, if they are the last ones.
-  HKI_ONCE const uint8_t* codes_of(int64_t row, uint8_t* memory) const {
+  // The codes of a row, and `kBehind` bytes; in `memory`, if so many do not follow.
+  const uint8_t* codes_of(int64_t row, uint8_t* memory) const {
     const uint8_t* found = codes + row * row_bytes();
-    if (end() - found >= stored + kCodes) return found;
+    if (end() - found >= stored + kBehind) return found;
     return static_cast<const uint8_t*>(std::memcpy(memory, found, stored));
   }
-  int64_t padded() const { return round_up(stored + kCodes, 64); }  // the bytes of that memory
+  int64_t padded() const { return round_up(stored + kBehind, 64); }  // the bytes of that memory
   int64_t scales_before(int64_t row) const { return row * step * groups; }
   float scale_at(int64_t row, int64_t group) const { return scale[scales_before(row) + group]; }
   float offset_at(int64_t row, int64_t group) const {
     return offset.data ? offset[scales_before(row) + group] : 0;
   }
-  // The scales of `count` rows, one after another; in `memory`, if they are not stored so.
-  HKI_ONCE const float* scales(int64_t row, int64_t count, float* memory) const {
-    if (step == 1) return scale.floats(row * groups, count * groups, memory);
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t group = 0; group < groups; ++group)
-        memory[i * groups + group] = scale_at(row + i, group);
+  bool nibbles() const { return planes[0] == 4 && planes[1] == 0; }
+};
+
+// Scales and offsets of a span of rows, converted to float32 together: one row has so few that calls take
+// longer than conversions. Whole vectors may be read; what is behind the groups of a row has no meaning.
+class Span {
+ public:
+  explicit Span(const Weights& w)
+      : w_(w), rows_(std::clamp<int64_t>(kScales / w.groups / kUnit * kUnit, kUnit, kMost)) {
+    for (int i = 0; i < kLanes; ++i) tail_[i] = i < w.groups % kLanes ? -1 : 0;
+  }
+
+  int64_t rows() const { return rows_; }
+  int64_t size() const { return 2 * (rows_ * w_.groups + kLanes); }  // of its memory
+  void place(float* memory) {
+    memory_ = memory;
+    if (!w_.offset.data) offsets_ = std::fill_n(memory + size() / 2, w_.groups, 0.0f) - w_.groups;
+  }
+
+  // Reads those of rows from `first` on, which starts a span, up to row `last`.
+  void read(int64_t first, int64_t last) {
+    first_ = first;
+    scales_ = read(w_.scale, last, memory_);
+    if (w_.offset.data) offsets_ = read(w_.offset, last, memory_ + size() / 2);
+  }
+
+  const float* scales(int64_t row) const { return scales_ + (row - first_) * w_.groups; }
+  const float* offsets(int64_t row) const {
+    return offsets_ + (w_.offset.data ? (row - first_) * w_.groups : 0);
+  }
+
+  // The sum of the products of a row's offsets with what stands beside them in `of_x`.
+  Floats offset(int64_t row, const float* of_x) const {
+    const float* of_row = offsets(row);
+    Floats total = {};
+    int64_t i = 0;
+    for (; i + kLanes <= w_.groups; i += kLanes) total += load<Floats>(of_row + i) * load<Floats>(of_x + i);
+    if (i < w_.groups) total += (Floats)(load<Ints>(of_row + i) & tail_) * load<Floats>(of_x + i);
+    return total;
+  }
+
+ private:
+  // The scales that are near at a time, the most rows, and those that are multiplied together.
+  static constexpr int64_t kScales = 1024, kMost = 32, kUnit = 4;
+
+  // Float32 is not copied, unless there is too little behind it.
+  const float* read(const Numbers& numbers, int64_t last, float* memory) const {
+    const int64_t at = w_.scales_before(first_), count = std::min(rows_, last - first_);
+    const bool enough = (w_.rows - first_ - rows_) * w_.groups >= kLanes;
+    if (numbers.dtype == XLA_FFI_DataType_F32 && w_.step == 1 && enough)
+      return static_cast<const float*>(numbers.data) + at;
+    const int64_t some = w_.step == 1 ? count : 1;  // rows that are stored one after another
+    for (int64_t i = 0; i < count; i += some)
+      numbers.read(at + w_.scales_before(i), some * w_.groups, memory + i * w_.groups);
+    numbers.prefetch(at + w_.scales_before(rows_), count * w_.groups);  // the next ones
     return memory;
   }
-  bool nibbles() const { return planes[0] == 4 && planes[1] == 0; }
+
+  const Weights& w_;
+  int64_t rows_, first_ = 0;
+  float* memory_ = nullptr;
+  const float *scales_ = nullptr, *offsets_ = nullptr;
+  Ints tail_;  // which elements of its last vector a row has
 };
 
 // How the codes of a group are read, 32 at a time, for planes of any bits. Byte j of a plane of `size`

@@ -56,45 +56,48 @@ void round_row(const Integers& w, const float* x, int64_t row, bool in_groups, c
         std::copy_n(flat + i * group + part * size + at, std::min(kWide, size - at),
                     codes + (byte / kWide * w.parts() + part) * kWide + byte % kWide);
       }
-  const int64_t each = out.row_codes / w.starts();
+  const int64_t each = out.row_codes / w.starts(), in_start = w.several() ? kWide / size : 1;
+  float* sums = out.sums + row * out.row_sums;
+  std::fill_n(sums, out.row_sums, 0.0f);
   for (int64_t i = 0; i < w.starts(); ++i) {
     Ints start = {};
     Floats scale = {};
     for (int64_t at = 0; at < each; at += kWide)
       start = add_products(start, Wide{} + 1, load<Wide>(codes + i * each + at));
+    for (int64_t n = 0; n < in_start && i * in_start + n < groups; ++n)
+      for (int64_t lane = n * kLanes / in_start; lane < (n + 1) * kLanes / in_start; ++lane) {
+        scale[lane] = scales[i * in_start + n] * w.unit;
+        sums[i * in_start + n] += start[lane];
+      }
     start *= -w.bias;
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const int64_t of = w.several() ? (i * kWide + 4 * lane) / size : i;
-      scale[lane] = of < groups ? scales[of] * w.unit : 0;
-    }
     std::memcpy(out.start + row * out.row_starts + i * kLanes, &start, sizeof(start));
     store(out.scale + row * out.row_starts + i * kLanes, scale);
   }
-  float* sums = out.sums + row * out.row_sums;
-  std::fill_n(sums, out.row_sums, 0.0f);
-  for (int64_t i = 0; w.w.offset.data && i < groups; ++i) {
-    int32_t sum = 0;
-    for (int64_t k = 0; k < group; ++k) sum += flat[i * group + k];
-    sums[i] = sum * scales[i];
-  }
+  for (int64_t i = 0; i < groups; ++i) sums[i] *= scales[i];
 }
 
 // --- products ------------------------------------------------------------------------------------
 
 // y[m0:m0+M, first:last]; rows that there are not are others, and not written.
-template <bool nibbles, bool small, int M, int R>
+template <Values how, int M, int R>
 void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_t first,
                   int64_t last, float* y) {
   const Weights& w = integers.w;
   const bool several = integers.several();
-  const int64_t groups = round_up(w.groups, kLanes) + kLanes, vectors = integers.vectors();
-  const int64_t size = integers.group_bytes(), in_vector = several ? kWide / size : 1;
-  constexpr int P = nibbles ? 2 : 1;
+  const int64_t starts = integers.starts(), size = integers.group_bytes();
+  const int64_t vectors = several ? 1 : integers.vectors();  // of a start; and its bytes and groups
+  const int64_t bytes = several ? kWide : size, groups = several ? kWide / size : 1;
+  constexpr int P = how == kBytes ? 1 : 2;
   const int64_t ahead = std::max(kAhead, R * w.stored);
-  float* scales = scratch(2 * R * groups);
-  float* offsets = scales + R * groups;
-  Ints of_lane;
-  for (int i = 0; i < kLanes; ++i) of_lane[i] = several ? 4 * i / size : 0;
+  Span span(w);
+  float* memory = scratch(span.size() + R * w.padded() / 4);
+  span.place(memory);
+  uint8_t* padded = reinterpret_cast<uint8_t*>(memory + span.size());
+  Ints of_lane, of_last;  // the group that each lane belongs to, and for the last start
+  for (int i = 0; i < kLanes; ++i) {
+    of_lane[i] = 4 * i / (kWide / groups);
+    of_last[i] = std::min<int64_t>(of_lane[i], w.groups - 1 - (starts - 1) * groups);
+  }
   const int8_t* codes_of_x[M];
   const int32_t* start[M];
   const float *scale_of_x[M], *sums_of_x[M];
@@ -105,71 +108,54 @@ void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_
     scale_of_x[m] = x.scale + row * x.row_starts;
     sums_of_x[m] = x.sums + row * x.row_sums;
   }
-  for (; first < last; first += R) {
+  for (const int64_t begin = first; first < last; first += R) {
+    if ((first - begin) % span.rows() == 0) span.read(first, last);
     Floats total[M][R] = {};
     const uint8_t* codes[R];
-    const int64_t soon = w.scales_before(first + 8 * R);
-    w.scale.prefetch(soon, R * w.groups);
-    if (w.offset.data) w.offset.prefetch(soon, R * w.groups);
-    for (int r = 0; r < R; ++r) {
-      const int64_t row = std::min(first + r, w.rows - 1);
-      codes[r] = w.codes + row * w.row_bytes();
-      const int64_t at = w.scales_before(row);
-      w.scale.read(at, w.groups, scales + r * groups);
-      if (w.offset.data) w.offset.read(at, w.groups, offsets + r * groups);
-    }
-    const auto add = [&](Ints (&sums)[M][R], int64_t byte, int64_t v) {
-      Wide values[R][P];
-      for (int r = 0; r < R; ++r) {
-        integers.values<nibbles>(codes[r] + byte, values[r]);
-        ask_for(codes[0] + (R * byte + r * kWide + ahead) * w.step, 1, 1);  // R rows follow R
-      }
-      for (int m = 0; m < M; ++m) {
-        Wide of_x[P];
-        for (int p = 0; p < P; ++p) of_x[p] = load<Wide>(codes_of_x[m] + (v * P + p) * kWide);
-        for (int r = 0; r < R; ++r)
-          if constexpr (small)
-            sums[m][r] = add_small_products(sums[m][r], values[r], of_x);
-          else
-            for (int p = 0; p < P; ++p) sums[m][r] = add_products(sums[m][r], values[r][p], of_x[p]);
-      }
-    };
-    const auto begin = [&](Ints (&sums)[M][R], int64_t i) {
+    for (int r = 0; r < R; ++r)
+      codes[r] = w.codes_of(std::min(first + r, w.rows - 1), padded + r * w.padded());
+    const float* scales = span.scales(first);
+    const uint8_t* soon = w.codes + first * w.row_bytes() + ahead * w.step;  // R rows follow R rows
+    for (int64_t i = 0, at_x = 0; i < starts; ++i) {
+      Ints sums[M][R];
+      HKI_UNROLL
       for (int m = 0; m < M; ++m)
+        HKI_UNROLL
         for (int r = 0; r < R; ++r) sums[m][r] = load<Ints>(start[m] + i * kLanes);
-    };
-    const auto end = [&](const Ints (&sums)[M][R], const Floats (&scale)[R], int64_t i) {
-      for (int m = 0; m < M; ++m) {
-        const Floats of_x = load<Floats>(scale_of_x[m] + i * kLanes);
-        for (int r = 0; r < R; ++r)
-          total[m][r] += __builtin_convertvector(sums[m][r], Floats) * (scale[r] * of_x);
+      for (int64_t v = 0; v < vectors; ++v, at_x += P * kWide) {
+        HKI_UNROLL
+        for (int r = 0; r < R; ++r) {
+          Wide values[P];
+          integers.read<how>(codes[r] + i * bytes + v * kWide, values);
+          if (r * kWide % 64 == 0) __builtin_prefetch(soon + r * kWide * w.step, 0, 2);
+          HKI_UNROLL
+          for (int m = 0; m < M; ++m) {
+            Wide of_x[P];
+            for (int p = 0; p < P; ++p) of_x[p] = load<Wide>(codes_of_x[m] + at_x + p * kWide);
+            if constexpr (how == kCounted || how == kSmallTable)
+              sums[m][r] = add_small_products(sums[m][r], values, of_x);
+            else
+              for (int p = 0; p < P; ++p) sums[m][r] = add_products(sums[m][r], values[p], of_x[p]);
+          }
+        }
+        soon += R * kWide * w.step;
       }
-    };
-    if (several) {
-      for (int64_t v = 0; v < vectors; ++v) {
-        Ints sums[M][R];
-        Floats scale[R];
-        begin(sums, v);
-        add(sums, v * kWide, v);
-        for (int r = 0; r < R; ++r)
-          scale[r] = permuted(load<Floats>(scales + r * groups + v * in_vector), of_lane);
-        end(sums, scale, v);
-      }
-    } else {
-      for (int64_t group = 0; group < w.groups; ++group) {
-        Ints sums[M][R];
-        Floats scale[R];
-        begin(sums, group);
-        for (int64_t i = 0; i < vectors; ++i)
-          add(sums, group * size + i * kWide, group * vectors + i);
-        for (int r = 0; r < R; ++r) scale[r] = Floats{} + scales[r * groups + group];
-        end(sums, scale, group);
+      const Ints of = i + 1 < starts ? of_lane : of_last;
+      HKI_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const Floats scale = permuted(load<Floats>(scales + r * w.groups + i * groups), of);
+        HKI_UNROLL
+        for (int m = 0; m < M; ++m)
+          total[m][r] += __builtin_convertvector(sums[m][r], Floats) *
+                         (scale * load<Floats>(scale_of_x[m] + i * kLanes));
       }
     }
-    for (int m = 0; m < M && w.offset.data; ++m)
-      for (int r = 0; r < R; ++r)
-        for (int64_t i = 0; i < w.groups; i += kLanes)
-          total[m][r] += load<Floats>(offsets + r * groups + i) * load<Floats>(sums_of_x[m] + i);
+    if (w.offset.data) {
+      HKI_UNROLL
+      for (int m = 0; m < M; ++m)
+        HKI_UNROLL
+        for (int r = 0; r < R; ++r) total[m][r] += span.offset(first + r, sums_of_x[m]);
+    }
     float all[M * R];
     for (int i = 0; i < M * R; i += 4) sum_four(&total[0][0] + i, all + i);
     for (int m = 0; m < M && m0 + m < x.rows; ++m)
@@ -186,13 +172,13 @@ constexpr int64_t kInCache = 1 << 17;  // so many bytes of codes stay near while
 using IntegerRows = void (*)(const Integers&, const Rounded&, int64_t, int64_t, int64_t, float*);
 
 // y[:, first:last].
-template <bool nibbles, bool small>
+template <Values how>
 void integer_part(const Integers& w, const Rounded& x, int64_t first, int64_t last, float* y) {
   for (int64_t m = 0, left = x.rows; left > 0; m += 8, left -= 8) {
-    const IntegerRows some = left == 1   ? integer_rows<nibbles, small, 1, 4>
-                             : left == 2 ? integer_rows<nibbles, small, 2, 4>
-                             : left <= 4 ? integer_rows<nibbles, small, 4, 4>
-                                         : integer_rows<nibbles, small, 8, 2>;
+    const IntegerRows some = left == 1   ? integer_rows<how, 1, 4>
+                             : left == 2 ? integer_rows<how, 2, 4>
+                             : left <= 4 ? integer_rows<how, 4, kRegisters / 8>
+                                         : integer_rows<how, 8, 2>;
     some(w, x, m, first, last, y);
   }
 }
@@ -214,7 +200,9 @@ void handle(const Call& call) {
   w.largest = weights.nibbles() ? *std::max_element(table.data, table.data + table.size) : 255;
   w.bias = call.number<int64_t>("bias");
   w.unit = call.number<float>("unit");
+  w.flipped = table[0];
   const bool in_groups = call.number<bool>("in_groups");
+  const Values values = w.values();
   const int64_t products = weights.rows * length * m / 4;  // (fast ones)
   over_batch(batch, products, call.threads(), true, [&](int64_t b, Team team) {
     Integers one = w;
@@ -229,9 +217,10 @@ void handle(const Call& call) {
     });
     const int64_t size = std::clamp<int64_t>(kInCache / weights.stored / 4 * 4, 4, 384);
     team.parts(weights.rows, 4, size, [&](int64_t first, int64_t last) {
-      const auto part = !weights.nibbles()      ? integer_part<false, false>
-                        : one.largest <= kSmall ? integer_part<true, true>
-                                                : integer_part<true, false>;
+      const auto part = values == kBytes        ? integer_part<kBytes>
+                        : values == kCounted    ? integer_part<kCounted>
+                        : values == kSmallTable ? integer_part<kSmallTable>
+                                                : integer_part<kAnyTable>;
       part(one, rounded, first, last, out);
     });
   });

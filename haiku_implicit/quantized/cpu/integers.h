@@ -93,6 +93,10 @@ inline Floats permuted(Floats values, Ints index) {
 
 // --- the matrix ----------------------------------------------------------------------------------
 
+// How values are made of codes: eight bits without a sign, four that are counted, four by a table of small
+// values, or by any.
+enum Values { kBytes, kCounted, kSmallTable, kAnyTable };
+
 // Its codes in vectors. Groups begin new ones, or vectors hold several whole groups.
 struct Integers {
   Weights w;
@@ -100,6 +104,14 @@ struct Integers {
   int32_t bias;     // what values have too much
   int64_t largest;  // of the values, with it
   float unit;       // of the values
+  uint8_t flipped;  // the bits of codes that are flipped in their values, if these are counted
+
+  Values values() const {
+    if (!w.nibbles()) return kBytes;
+    bool counted = true;
+    for (int i = 0; i < 16; ++i) counted &= table[i] == (i ^ flipped);
+    return counted ? kCounted : largest <= kSmall ? kSmallTable : kAnyTable;
+  }
 
   int64_t parts() const { return w.nibbles() ? 2 : 1; }  // vectors of values for one of codes
   int64_t group_bytes() const { return w.stored / w.groups; }
@@ -113,17 +125,17 @@ struct Integers {
   int64_t starts() const { return several() ? vectors() : pieces(); }
 
   // The codes at `p`, as values.
-  template <bool nibbles>
-  void values(const uint8_t* p, Wide* out) const {
-    Wide codes = {};
-    const int64_t left = w.end() - p;
-    if (left >= kWide) codes = load<Wide>(p);
-    else std::memcpy(&codes, p, std::max<int64_t>(left, 0));
-    if constexpr (nibbles) {
+  template <Values how>
+  void read(const uint8_t* p, Wide* out) const {
+    const Wide codes = load<Wide>(p);
+    if constexpr (how == kBytes) {
+      out[0] = codes + table;
+    } else if constexpr (how == kCounted) {
+      const Wide values = codes ^ (uint8_t)(flipped * 17);
+      out[0] = values & 15, out[1] = (Wide)((UnsignedWords)values >> 4) & 15;
+    } else {
       out[0] = lookup(table, codes & 15);
       out[1] = lookup(table, (Wide)((UnsignedWords)codes >> 4) & 15);
-    } else {
-      out[0] = codes + table;
     }
   }
 };

@@ -61,13 +61,11 @@ class Few {
         sums[m][r] += values[v] * load<Floats>(x_rows_[m] + k + v * kLanes);
   }
 
-  // Adds the products of offsets `[R, groups]` with the sums of x in each group, `[M, groups]`.
-  void add_offsets(Sums& sums, const float* offsets, const float* sums_of_x, int64_t groups) const {
+  // Adds the products of offsets with the sums of x in each group, `[M, groups]`.
+  void add_offsets(Sums& sums, const Span& span, const float* sums_of_x, int64_t groups) const {
     for (int m = 0; m < M; ++m)
       for (int r = 0; r < R; ++r)
-        for (int64_t i = 0; i < groups; i += kLanes)
-          sums[m][r] += load<Floats>(offsets + r * groups + i) *
-                        load<Floats>(sums_of_x + std::min<int64_t>(m, x_.rows - 1) * groups + i);
+        sums[m][r] += span.offset(first_ + r, sums_of_x + std::min<int64_t>(m, x_.rows - 1) * groups);
   }
 
   void write(const Sums& sums, float* y) const {
@@ -126,7 +124,6 @@ void sum_groups(const Activations& x, int64_t groups, float* out) {
   }
 }
 
-constexpr int64_t kSpan = 32;       // of so many rows scales are read together: a multiple of each R
 constexpr int64_t kUnpacked = 512;  // about so many codes of a row are put into bytes at a time
 
 // How `few_rows` reads codes: 32 at each of so many places (`blocks`) of a group, `plane` codes apart.
@@ -198,30 +195,22 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
   const int64_t apart = Read::size < kCodes ? kCodes : in_group / Read::blocks;
   const int64_t some = unpacked ? std::max<int64_t>(1, kUnpacked / in_group) : w.groups;
   const int64_t ahead = std::max(kAhead, R * w.stored);
-  float* offsets = scratch(groups * (R + M) + kSpan * w.groups +
-                           R * (w.padded() + some * in_group) / 4);  // [R, groups]
-  float* sums_of_x = offsets + R * groups;                           // [M, groups]
-  float* converted = sums_of_x + M * groups;                         // [kSpan, w.groups]
-  uint8_t* padded = reinterpret_cast<uint8_t*>(converted + kSpan * w.groups);
+  Span span(w);
+  float* sums_of_x = scratch(span.size() + groups * M + R * (w.padded() + some * in_group) / 4);
+  span.place(sums_of_x + M * groups);  // (behind [M, groups])
+  uint8_t* padded = reinterpret_cast<uint8_t*>(sums_of_x + M * groups + span.size());
   uint8_t* in_bytes = padded + R * w.padded();  // [R, some * in_group]
-  const float* scales = nullptr;                // [kSpan, w.groups]
   if (w.offset.data && !exact) sum_groups(x, w.groups, sums_of_x);
-  if (!w.offset.data) std::fill_n(offsets, R * groups, 0.0f);
   const Decoder<kind> decode(w);
-  for (int64_t begin = first; first < last; first += R) {
-    if ((first - begin) % kSpan == 0) {
-      begin = first;
-      scales = w.scales(begin, std::min(kSpan, last - begin), converted);
-    }
+  for (const int64_t begin = first; first < last; first += R) {
+    if ((first - begin) % span.rows() == 0) span.read(first, last);
     const Few<M, R> few(w, x, first);
     typename Few<M, R>::Sums total = {};
     const uint8_t *codes[R], *of_row[R];
-    const float* scale[R];
+    const float *scale[R], *offset[R];
     for (int r = 0; r < R; ++r) {
       of_row[r] = codes[r] = w.codes_of(few.row(r), padded + r * w.padded());
-      scale[r] = scales + (few.row(r) - begin) * w.groups;
-      if (w.offset.data)
-        w.offset.read(w.scales_before(few.row(r)), w.groups, offsets + r * groups);
+      scale[r] = span.scales(first + r), offset[r] = span.offsets(first + r);
     }
     const uint8_t* soon = w.codes + first * w.row_bytes() + ahead * w.step;  // R rows follow R rows
     for (int64_t group = 0, k = 0; group < w.groups; ++group, k += in_group) {
@@ -247,7 +236,7 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
             Floats values[kVectors];
             decode(found[p], values);
             for (int v = 0; exact && v < kVectors; ++v)
-              values[v] = decode.exact(values[v], scale[r][group], offsets[r * groups + group]);
+              values[v] = decode.exact(values[v], scale[r][group], offset[r][group]);
             few.add(exact ? total : part, r, values, k + i + p * apart);
           }
         }
@@ -257,7 +246,7 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
         for (int r = 0; r < R; ++r)
           total[m][r] += part[m][r] * decode.kUnit * scale[r][group];
     }
-    if (w.offset.data && !exact) few.add_offsets(total, offsets, sums_of_x, groups);
+    if (w.offset.data && !exact) few.add_offsets(total, span, sums_of_x, groups);
     few.write(total, y);
   }
 }
