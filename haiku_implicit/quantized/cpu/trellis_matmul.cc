@@ -29,7 +29,11 @@ constexpr float kScale = 1.0f / 128;     // of the integers that are decoded
 #if defined(HKI_AVX512)
 typedef __m512i Vector;
 
-inline Vector all(const uint8_t* p) { return _mm512_broadcast_i32x4(load<__m128i>(p)); }
+template <int bytes>
+inline Vector repeat(const uint8_t* p) {
+  if constexpr (bytes == 8) return _mm512_set1_epi64(load<int64_t>(p));
+  return _mm512_broadcast_i32x4(load<__m128i>(p));
+}
 inline Vector windows(Vector x, Vector places, Vector shifts) {
   x = _mm512_srlv_epi32(_mm512_shuffle_epi8(x, places), shifts);
   return _mm512_and_si512(x, _mm512_set1_epi32(kStates - 1));
@@ -47,7 +51,11 @@ inline Floats numbers(Vector x) {
 #else
 typedef __m256i Vector;
 
-inline Vector all(const uint8_t* p) { return _mm256_broadcastsi128_si256(load<__m128i>(p)); }
+template <int bytes>
+inline Vector repeat(const uint8_t* p) {
+  if constexpr (bytes == 8) return _mm256_set1_epi64x(load<int64_t>(p));
+  return _mm256_broadcastsi128_si256(load<__m128i>(p));
+}
 inline Vector windows(Vector x, Vector places, Vector shifts) {
   x = _mm256_srlv_epi32(_mm256_shuffle_epi8(x, places), shifts);
   return _mm256_and_si256(x, _mm256_set1_epi32(kStates - 1));
@@ -63,7 +71,9 @@ inline Floats numbers(Vector x) {
 // Decodes the vectors of a unit, over `kScale`.
 template <int bits>
 struct Trellis {
-  static constexpr int kBytes = kUnit * bits / 8, kRead = kBytes - kLanes * bits / 8 + 16;
+  static constexpr int kLoaded = (kLanes - 1) * bits / 8 + 4 > 8 ? 16 : 8;
+  static constexpr int kBytes = kUnit * bits / 8, kRead = kBytes - kLanes * bits / 8 + kLoaded;
+  static_assert(kRead <= 2 * kBytes);  // the last unit but one reads no further than its sequence
   Vector places, shifts;
 
   Trellis() {
@@ -77,7 +87,7 @@ struct Trellis {
   }
 
   Floats operator()(const uint8_t* p, int v) const {
-    return numbers(windows(all(p + v * (kLanes * bits / 8)), places, shifts));
+    return numbers(windows(repeat<kLoaded>(p + v * (kLanes * bits / 8)), places, shifts));
   }
 };
 #else
