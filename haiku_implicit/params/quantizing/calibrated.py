@@ -165,10 +165,10 @@ def quantize_with_inputs(
         multiplies as 'awq' and rounds as 'gptq'. 'smoothquant', or 'smoothquant,α' (0.5), multiplies
         channels by max|x|^α / max|w|^(1−α), which moves outliers of the activations into the weight
         (arXiv:2211.10438).
-      carry: the model and the batches given to `input_moments`, `(apply, batches)`, for less error of
-        the whole model. Weights are then quantized in the order of their use, each for its inputs in
-        the model with the earlier ones quantized, and makes up for a part of the errors of these
-        inputs (arXiv:2504.09629). The model runs twice, side by side in one program (under `vmap`), and
+      carry: the model and the batches given to `input_moments`, `(apply, batches)`. Weights are then
+        quantized in the order of their use, each for its inputs in the model with the earlier ones
+        quantized, and makes up for a part of the errors of these inputs (arXiv:2504.09629). Most often
+        the whole model's error is less, but not always: compare both on other data. The model runs twice, side by side in one program (under `vmap`), and
         a stack of L layers L times for each of its weights. None: each weight is quantized as if all
         others were dense.
       rules: as for `quantize_params`, instead of all options except `scale_dtype`. Weights without a
