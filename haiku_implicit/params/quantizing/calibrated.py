@@ -168,9 +168,9 @@ def quantize_with_inputs(
       carry: the model and the batches given to `input_moments`, `(apply, batches)`. Weights are then
         quantized in the order of their use, each for its inputs in the model with the earlier ones
         quantized, and makes up for a part of the errors of these inputs (arXiv:2504.09629). Most often
-        the whole model's error is less, but not always: compare both on other data. The model runs twice, side by side in one program (under `vmap`), and
-        a stack of L layers L times for each of its weights. None: each weight is quantized as if all
-        others were dense.
+        the whole model's error is less, but not always: compare both on other data. The model runs
+        twice, side by side in one program (under `vmap`), and a stack of L layers L times for each of
+        its weights. None: each weight is quantized as if all others were dense.
       rules: as for `quantize_params`, instead of all options except `scale_dtype`. Weights without a
         quantizing rule stay dense.
       matrix_axes: the `matrix_axes` given to `input_moments` or `input_maxima`.
