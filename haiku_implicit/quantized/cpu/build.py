@@ -38,7 +38,7 @@ PREFIX = "haiku_implicit_"
 _TARGET = os.environ.get("HAIKU_IMPLICIT_NATIVE_TARGET", "")
 FLAGS = (*targets.FLAGS, f"-march={_TARGET or 'native'}")
 
-_TIMEOUT = 300  # seconds
+_TIMEOUT = 600  # seconds
 
 _NAME = "quantized_matmul"
 _MOST_KEPT = 8  # libraries in the cache, for several environments, or machines that share it
