@@ -44,7 +44,7 @@ class IntegerCodes(NamedTuple):
         """
         codes, scales, zeros, group, bits = self
         if bits == 7:  # in 8 bits
-            codes, zeros, bits = codes + np.uint8(64), zeros + 64, 8
+            codes, zeros, bits = codes + np.uint8(64), zeros.astype(np.float32) + 64, 8
         *lead, inputs = codes.shape
         groups = scales.shape[-1]
         size = int(np.count_nonzero(group == 0)) or 1

@@ -36,7 +36,13 @@ _PARTS = (
 def quantized(tensors: Tensors) -> list[Stored]:
     """Finds the weights that HQQ quantized."""
     modules = [x.removesuffix(".W_q") for x in tensors.files if x.endswith(".W_q")]
-    return [_stored(tensors, _Module(tensors, x)) for x in modules]
+    # (`W_q` alone may be a parameter of any attention.)
+    own = [x for x in modules if not tensors.files.keys().isdisjoint(_settings(x))]
+    return [_stored(tensors, _Module(tensors, x)) for x in own]
+
+
+def _settings(module: str) -> list[str]:
+    return [f"{module}.{part}" for part in ("nbits", "packing", "encoded_state_dict")]
 
 
 def _stored(tensors: Tensors, module: "_Module") -> Stored:

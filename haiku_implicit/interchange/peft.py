@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import math
 import os
@@ -147,7 +148,8 @@ def save_peft(
     Raises:
       ValueError: for an adapter of other types, on stacked weights, or without LoRA or DoRA; for a
         dense parameter that is a kernel of more than two axes, or whose module's name is the end of
-        another one's; for a parameter without a name; if `initial` is missing, or is not the adapter's
+        another one's; for trained rows whose module's name is the end of another one's with trained
+        rows; for a parameter without a name; if `initial` is missing, or is not the adapter's
         beginning.
       OSError: for a file that can't be written.
     """
@@ -175,7 +177,7 @@ def save_peft(
     whole = _whole_tensors(adapter, names)
     config = _config_for(ranks, alphas, _flags_of(adapter), base_model)
     config |= {
-        "trainable_token_indices": tokens or None,
+        "trainable_token_indices": _checked_tokens(tokens) or None,
         **_keys_of_whole(whole, {*ranks, *tokens}),
     }
     for name, x in whole.items():
@@ -470,6 +472,17 @@ def _ids_of(path: str, weight: TrainedRows) -> list[int]:
             "another adapter below them, got others. Leave them out when the adapter is made (exclude=)"
         )
     return [int(i) for i in weight.ids]
+
+
+def _checked_tokens(tokens: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The indices of trained rows, by modules that PEFT can tell apart by the ends of their names."""
+    for module, other in itertools.permutations(sorted(tokens), 2):
+        if other.endswith(module):
+            raise ValueError(
+                f"names: {module}: has trained rows, by which PEFT means {other} too, as its name ends "
+                "in it. Leave one out when the adapter is made (exclude=), or use haiku_implicit.save"
+            )
+    return tokens
 
 
 def _whole_tensors(adapter: AdapterParts, names: Modules) -> dict[str, Array]:

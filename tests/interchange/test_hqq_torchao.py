@@ -193,6 +193,19 @@ def test_what_is_not_read_of_torchao_is_named(tmp_path, kind, parts, data, messa
     assert hki.load_hugging_face(tmp_path, {"up.weight": None}) == {}
 
 
+@pytest.mark.parametrize("config", [None, {}])
+def test_parameters_of_others_that_are_named_like_codes(tmp_path, config):
+    weights = {"attn.W_q": normal((4, 3)), "attn.W_k": normal((4, 3), 1)}
+    safetensors.numpy.save_file(weights, tmp_path / "model.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    found = hki.load_hugging_face(tmp_path, lambda name: name.replace(".", "/"))["attn"]
+    for name in ("W_q", "W_k"):
+        np.testing.assert_array_equal(
+            np.sort(found[name], None), np.sort(weights[f"attn.{name}"], None)
+        )
+
+
 def test_a_part_that_is_missing(tmp_path):
     write(tmp_path, "Int8Tensor", INT8, ["qdata", "scale", "zero_point"], **ATTRIBUTES)
     with pytest.raises(hki.CheckpointError, match="up._weight_zero_point: missing"):

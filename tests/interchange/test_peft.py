@@ -445,6 +445,13 @@ def test_rows_that_cannot_be_written(tmp_path):
         hki.save_peft(tmp_path / "new", hki.AdapterParts(trained_rows()), names)
     with pytest.raises(ValueError, match="embed/w: expected trained rows of one embedding"):
         hki.save_peft(tmp_path / "new", hki.AdapterParts(trained_rows("embed/w")), names)
+    both = parts_of().weights | trained_rows() | trained_rows("decoder/embeddings")
+    names = module_names() | {"embed/embeddings": "embed", "decoder/embeddings": "decoder.embed"}
+    with pytest.raises(
+        ValueError, match="embed: has trained rows, by which PEFT means decoder.embed"
+    ):
+        hki.save_peft(tmp_path / "new", hki.AdapterParts(both), names)
+    assert not (tmp_path / "new").exists()
 
 
 WRONG_PARTS = [

@@ -343,6 +343,20 @@ def test_equal_layers_share_a_compiled_program():
     assert len(program.compiled) == 3
 
 
+def test_parts_with_other_numbers_of_operands_are_compiled_apart():
+    def fun(x, y):
+        first, second, third = jnp.split(x, 3)
+        return first, second, third, x, *jnp.split(y, 3)[:2]
+
+    args = jnp.arange(6.0), jnp.arange(6.0) + 10
+    program = programs.Program(fun, *args)
+    values = [program.start | dict(zip(program.inputs, args, strict=True))]
+    (one,) = program.advance(values, program.outputs[:3], program.outputs[3:])
+    (two,) = program.advance(values, program.outputs[3:], [])
+    for got, want in zip([*one, *two], fun(*args), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_a_shared_weight_and_a_loop():
     """A weight that is used before and after another one, in a branch of a loop."""
 

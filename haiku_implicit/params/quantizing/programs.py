@@ -184,7 +184,7 @@ def _canonical(
         own = tuple(map(named, step.operands))
         return eqn.primitive, tuple(sorted(eqn.params.items())), own, kinds
 
-    key = tuple(map(described, steps)), tuple(names[number] for number in results)
+    key = len(used), tuple(map(described, steps)), tuple(names[number] for number in results)
     return used, key if _is_hashable(key) else object()
 
 
