@@ -31,18 +31,16 @@ _PARTS = (
     *("unpack_view_dtype", "quant_scale", "quant_zero", "compute_dtype", "offload_meta"),
     *("encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero"),
 )
+# Parts that say how a weight was quantized.
+_SETTINGS = "nbits", "packing", "encoded_state_dict"
 
 
 def quantized(tensors: Tensors) -> list[Stored]:
     """Finds the weights that HQQ quantized."""
     modules = [x.removesuffix(".W_q") for x in tensors.files if x.endswith(".W_q")]
     # (`W_q` alone may be a parameter of any attention.)
-    own = [x for x in modules if not tensors.files.keys().isdisjoint(_settings(x))]
+    own = [x for x in modules if any(f"{x}.{part}" in tensors.files for part in _SETTINGS)]
     return [_stored(tensors, _Module(tensors, x)) for x in own]
-
-
-def _settings(module: str) -> list[str]:
-    return [f"{module}.{part}" for part in ("nbits", "packing", "encoded_state_dict")]
 
 
 def _stored(tensors: Tensors, module: "_Module") -> Stored:
