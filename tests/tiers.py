@@ -35,7 +35,7 @@ def redundant(rows):
 
 
 # How many of the slow tests of one function run with `--slow`.
-MOST = 4
+MOST = 2
 
 
 def drawn(names, number=MOST):

@@ -22,6 +22,11 @@ from tests.mox.compare import close, same_bits
 pytestmark = pytest.mark.slow
 
 
+def long(name):
+    """A model that takes minutes: another test, or another model, shows the same with `--slow`."""
+    return pytest.param(name, marks=pytest.mark.long)
+
+
 @functools.cache
 def case(name):
     """A model, and its expression."""
@@ -72,7 +77,7 @@ def test_evaluates_to_the_same_bits(name):
     same_bits(program.compile()(*model.arguments), results)
 
 
-@pytest.mark.parametrize("name", published.MODELS)
+@pytest.mark.parametrize("name", ["evoformer", long("alphafold"), "mpnn_score", "mpnn_sample"])
 def test_evaluates_to_the_same_bits_without_jit(name):
     model, mox = case(name)
     same_bits(mox.apply(*model.arguments), model.transformed.apply(*model.arguments))
@@ -87,7 +92,7 @@ def test_saved_and_loaded(name, tmp_path):
 
 
 # (The gradient of the whole AlphaFold takes XLA two minutes to compile.)
-@pytest.mark.parametrize("name", [name for name in published.MODELS if name != "alphafold"])
+@pytest.mark.parametrize("name", [long("evoformer"), "mpnn_score", "mpnn_sample"])
 def test_gradients(name, tmp_path):
     """Those of the original, of its expression, and of one from a file."""
     model, mox = case(name)
@@ -119,7 +124,7 @@ def test_queries(name):
     assert {kind: calls[kind] for kind in CALLS[name]} == CALLS[name]
 
 
-@pytest.mark.parametrize("name", ["evoformer", "alphafold"])
+@pytest.mark.parametrize("name", ["evoformer", long("alphafold")])
 def test_another_activation_within_the_stacks(name):
     """As the model is that was written with it."""
     model, mox = case(name)
