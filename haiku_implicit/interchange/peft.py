@@ -183,9 +183,7 @@ def save_peft(
     for name, x in whole.items():
         module = name.removesuffix(".bias")
         tensors[f"{module}.base_layer.bias" if module in ranks else name] = x
-    folder = _made(folder)
-    save(folder / TENSORS, {f"{_MODEL}{name}": x for name, x in tensors.items()})
-    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    _write(folder, tensors, config)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -428,13 +426,16 @@ def _at_place(where: str, weight: Array, place: Place) -> Array:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def _made(folder: str | os.PathLike[str]) -> pathlib.Path:
+def _write(
+    folder: str | os.PathLike[str], tensors: Mapping[str, Array], config: JsonObject
+) -> None:
     path = pathlib.Path(folder)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path}: is a file; give the name of a folder")
     check_folder(os.fspath(path), os.path.dirname(os.path.realpath(path)))
     path.mkdir(exist_ok=True)
-    return path
+    save(path / TENSORS, {f"{_MODEL}{name}": x for name, x in tensors.items()})
+    write_text(path / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def _check_writable(path: str, weight: Array) -> None:
