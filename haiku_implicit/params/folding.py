@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -12,6 +12,8 @@ from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Params
 from haiku_implicit.params.quantizing.programs import Program, evaluated, numbers_of
 from haiku_implicit.params.trees import trees
+
+R = TypeVar("R")
 
 # Primitives that only move or cast numbers: a model runs them on parameters as before.
 _MOVES = frozenset(
@@ -21,8 +23,8 @@ _MOVES = frozenset(
 
 
 def fold_parameters(
-    apply: Callable[..., Any], params: Params, *args: Any
-) -> tuple[Callable[..., Any], Params]:
+    apply: Callable[..., R], params: Params, *args: Any
+) -> tuple[Callable[..., R], dict[str, dict[str, jax.Array]]]:
     """Computes what a model computes of its parameters alone, such as standardized weights, once.
 
     The new parameters can be quantized: then the standardized weight is what is rounded, and the model
