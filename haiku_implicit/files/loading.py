@@ -137,7 +137,7 @@ def open_checkpoint(path: Path, *, numpy: bool = False) -> Checkpoint:
 
 
 def _opened(path: Path, numpy: bool, allow_pickle: bool) -> Checkpoint:
-    """Opens a file without reading its arrays, except those of a pickle."""
+    """Opens a file without reading its arrays; a pickle is read as a whole."""
     path = os.path.abspath(path)
     if not os.path.isdir(path):
         check_file(path, foreign.EXPECTED)

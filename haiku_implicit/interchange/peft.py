@@ -58,7 +58,7 @@ Modules = Mapping[str, str] | Callable[[str], str]
 
 
 def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Params = None) -> AdapterParts:
-    """Reads a LoRA or DoRA adapter that PEFT saved, and what was trained beside it.
+    """Reads a LoRA or DoRA adapter that PEFT saved, and the parameters that were trained with it.
 
     Args:
       folder: the folder with `adapter_config.json` and `adapter_model.safetensors`.
@@ -255,7 +255,7 @@ def _tensors_of(file: str, config: Config) -> _Tensors:
 
 
 def _beside(tensors: _Tensors, key: str, tensor: Any, config: Config) -> bool:
-    """Takes a tensor that was trained beside the factors; returns whether it is one."""
+    """Takes a tensor that was trained with the factors; returns whether it is one."""
     name = key.removeprefix(_MODEL)
     if name == key or not isinstance(tensor, jax.Array | np.ndarray):
         return False
@@ -276,7 +276,7 @@ def _check_one(place: Place, module: str, taken: Mapping[str, Any]) -> None:
 
 
 def _trained_rows(file: str, config: Config, found: _Tensors, names: Names) -> dict[str, Array]:
-    """The embeddings of which PEFT trained rows; they replace those of the base."""
+    """The embeddings whose rows PEFT trained; they replace the embeddings of the base."""
     new: dict[str, Array] = {}
     for module, rows in found.rows.items():
         place, ids = place_of(names, module, file), peft_config.tokens_of(config, module)

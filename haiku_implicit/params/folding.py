@@ -106,7 +106,7 @@ def _split(apply: Callable[..., Any], structs: Params, args: tuple[Any, ...]) ->
     sizes = [math.prod(p.value.shape) for p in parameters]
 
     def is_worth(step: Any) -> bool:
-        """Whether a step is of parameters alone, and its results are no larger than these."""
+        """Whether a step reads parameters alone, and its results are not larger than they are."""
         causes = program.causes[step.results[0]]
         room = sum(size for i, size in enumerate(sizes) if causes >> i & 1)
         size = sum(math.prod(var.aval.shape) for var in step.eqn.outvars)

@@ -276,7 +276,7 @@ def _leaf(x: Any, values: list[Array]) -> _Part:
 
 
 def _has_identity(x: Any) -> bool:
-    """Whether the hash of `x` is that of the object."""
+    """Whether `x` is hashed by its identity."""
     kind: Any = type(x)
     return kind.__hash__ is object.__hash__
 
