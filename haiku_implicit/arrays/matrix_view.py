@@ -56,7 +56,7 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
     @classmethod
     def of(
         cls, w: Array, inputs: Sequence[int], outputs: Sequence[int], make: Any, **options: Any
-    ) -> Array:
+    ) -> ImplicitArray:
         """Makes an implicit array of a tensor, seen as a matrix.
 
         Args:
