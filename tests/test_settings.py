@@ -17,6 +17,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.quantized.numbers.formats import FORMATS, RECIPES
+from tests.adapter_cases import METHODS
 from tests.settings import setting
 from tests.tiers import few
 
@@ -38,28 +39,9 @@ def model(x):
 
 
 MODEL = hk.without_apply_rng(hk.transform(model))
-ADAPTERS = {
-    "lora": dict(rank=2, alpha=4.0),
+ADAPTERS = METHODS | {
     "lora of pissa": dict(rank=2, init="pissa"),
-    "dora": dict(rank=2),
-    "dora with alpha": dict(rank=2, alpha=4.0),
-    "loha": dict(rank=1),
-    "lokr": dict(rank=2),
-    "vera": dict(rank=2),
-    "ia3": dict(),
-    "oft": dict(block_size=4),
-    "boft": dict(block_size=4, factors=2),
-    "fourierft": dict(coefficients=5),
-    "shira": dict(entries=5),
-    "low_rank_diagonal": dict(rank=2),
-    "trained_rows": dict(ids=[1, 3]),
-    "locon": dict(rank=2, alpha=4.0),
-    "vblora": dict(rank=1, num_vectors=6, vector_length=4),
-    "miss": dict(rank=2),
-    "hira": dict(rank=2),
-    "c3a": dict(block_size=4),
-    "gralora": dict(rank=2),
-    "randlora": dict(rank=2),
+    "dora without alpha": dict(rank=2),
 }
 # The formats, and ways to find and store scales.
 QUANTIZED = {

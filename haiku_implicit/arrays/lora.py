@@ -72,8 +72,8 @@ class LoRA(Adapter, linear_in=("w", "a")):
     field_axes = {"w": "nm", "a": "n.", "b": ".m"}
     separable = True
 
-    a: Array
-    b: Array
+    a: jax.Array
+    b: jax.Array
     factor: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     def __init__(

@@ -56,7 +56,7 @@ class MatrixView(ImplicitArray, linear_in="matrix"):
     @classmethod
     def of(
         cls, w: Array, inputs: Sequence[int], outputs: Sequence[int], make: Any, **options: Any
-    ) -> Array:
+    ) -> ImplicitArray:
         """Makes an implicit array of a tensor, seen as a matrix.
 
         Args:
@@ -165,7 +165,7 @@ def is_view_of_dense(w: Array) -> bool:
 
 
 def with_matrix(w: Array, new: Array) -> Array:
-    """A view of another matrix with the axes of the view `w`; the matrix itself if `w` is no view."""
+    """Another matrix in the view `w`; the matrix itself if `w` is not a view."""
     return w._replace(matrix=new) if isinstance(w, MatrixView) else new
 
 

@@ -355,7 +355,7 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
 
 
 def _fits(inner: Sequence[Any], outer: Sequence[Any]) -> bool:
-    """Whether variables have the same shapes, unlike those of one device in a `shard_map`."""
+    """Whether variables have the same shapes. (In a `shard_map` they have the shapes of one device.)"""
     return [_shape(v) for v in inner] == [_shape(v) for v in outer]
 
 

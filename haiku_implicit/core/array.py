@@ -103,12 +103,10 @@ class ImplicitArray(abc.ABC):
     separable: ClassVar[bool] = True
 
     # The fields that `aux_field` would make, in the form that type checkers understand.
-    shape: tuple[int, ...] = dataclasses.field(
-        default=Inferred("shape", as_shape),  # type: ignore[arg-type]
-        kw_only=True,
-        metadata=STATIC,
+    shape: Inferred[tuple[int, ...]] = dataclasses.field(
+        default=Inferred("shape", as_shape), kw_only=True, metadata=STATIC
     )
-    dtype: Any = dataclasses.field(
+    dtype: Inferred[np.dtype[Any]] = dataclasses.field(
         default=Inferred("dtype", as_dtype), kw_only=True, metadata=STATIC
     )
 

@@ -230,7 +230,7 @@ def vary_like(x: Array, others: Any) -> Array:
 
 
 def vary_over(x: Array, axes: Iterable[str]) -> Array:
-    """Marks `x` as varying over those of the axes that belong to a `shard_map` (not to a `vmap`)."""
+    """Marks `x` as varying over the axes of a `shard_map`; axes of a `vmap` are left out."""
     mesh = jax.sharding.get_abstract_mesh()
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     manual = {name for name, kind in pairs if kind == jax.sharding.AxisType.Manual}

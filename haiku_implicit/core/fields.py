@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +14,8 @@ AUX = "haiku_implicit_aux"
 FROZEN_KEY = "haiku_implicit_frozen"
 
 STATIC = {AUX: True}
+
+T = TypeVar("T")
 
 # For `dataclasses.field(metadata=FROZEN)`: a `frozen_field` that mypy understands.
 FROZEN = {FROZEN_KEY: True}
@@ -39,7 +41,7 @@ def frozen_field(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={**kwargs.pop("metadata", {}), **FROZEN}, **kwargs)
 
 
-class Inferred:
+class Inferred(Generic[T]):
     """The descriptor of `shape` and `dtype`: the constructor's value, else the value in `aval`.
 
     This data descriptor is also the default of the dataclass field. If the constructor is not given
@@ -49,9 +51,9 @@ class Inferred:
     def __init__(self, name: str, normalize: Callable[[Any], Any]):
         self.name, self.slot, self.normalize = name, f"_{name}", normalize
 
-    def __get__(self, instance: Any, owner: type) -> Any:
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
         if instance is None:
-            return self
+            return self  # type: ignore[return-value]
         explicit = instance.__dict__.get(self.slot)
         if explicit is None:
             return getattr(instance.aval, self.name)

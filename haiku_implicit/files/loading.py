@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import os
+from typing import overload
 
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.typing import Tree
+from haiku_implicit.core.typing import SameTree, Tree
 from haiku_implicit.files import foreign
 from haiku_implicit.files.checkpoint import Checkpoint, Source, opened
 from haiku_implicit.files.container import is_container
 from haiku_implicit.files.file_types import check_file
 from haiku_implicit.files.saving import Path
+
+
+@overload
+def load(
+    path: Path,
+    *,
+    like: None = None,
+    only: Targets | None = None,
+    shardings: Tree = None,
+    numpy: bool = False,
+    allow_pickle: bool = False,
+) -> Tree: ...
+
+
+@overload
+def load(
+    path: Path,
+    *,
+    like: SameTree,
+    only: Targets | None = None,
+    shardings: Tree = None,
+    numpy: bool = False,
+    allow_pickle: bool = False,
+) -> SameTree: ...
 
 
 def load(
@@ -112,7 +137,7 @@ def open_checkpoint(path: Path, *, numpy: bool = False) -> Checkpoint:
 
 
 def _opened(path: Path, numpy: bool, allow_pickle: bool) -> Checkpoint:
-    """Opens a file without reading its arrays, except those of a pickle."""
+    """Opens a file without reading its arrays; a pickle is read as a whole."""
     path = os.path.abspath(path)
     if not os.path.isdir(path):
         check_file(path, foreign.EXPECTED)

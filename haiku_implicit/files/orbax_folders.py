@@ -56,7 +56,7 @@ class Folder:
         self._read = {}
 
     def _tree(self) -> Tree:
-        """The tree with metadata for arrays; Orbax 0.11 gives it without that of a step."""
+        """The tree with metadata for arrays, which Orbax 0.11 does not put into metadata of a step."""
         found = self._reader.metadata(self.path)
         return getattr(found, "item_metadata", found).tree
 

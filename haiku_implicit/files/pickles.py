@@ -105,7 +105,7 @@ def _mapping(*args: Any) -> dict[Any, Any]:
     return dict(*args)
 
 
-# The functions and types that a pickle may name, and what stands in for them.
+# The functions and types that a pickle may name, and their stand-ins.
 _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): _encoded,
     ("numpy", "dtype"): _DType,
@@ -204,7 +204,7 @@ def read(path: str) -> Tree:
     """Reads the tree in a pickle, with NumPy arrays.
 
     Raises:
-      CheckpointError: for what is not a whole pickle, or has other objects in it.
+      CheckpointError: for a file that is not a whole pickle, or has other objects in it.
       OSError: if the file can't be read.
     """
     try:

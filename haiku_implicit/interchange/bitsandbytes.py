@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from haiku_implicit.files.container import expect, is_shape, parse_json
-from haiku_implicit.interchange.safetensors_files import Tensors
+from haiku_implicit.interchange.safetensors_files import Module, Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
@@ -33,7 +33,7 @@ def quantized(tensors: Tensors) -> list[Stored]:
         if match := _STATE.fullmatch(name):
             found.append(_four_bits(tensors, match["weight"], name, _FORMATS[match["kind"]]))
         elif name.endswith(".SCB"):
-            found.append(_eight_bits(tensors, name.removesuffix(".SCB")))
+            found.append(_eight_bits(Module(tensors, name.removesuffix(".SCB"))))
     return found
 
 
@@ -123,16 +123,13 @@ def _matrix(
 # --- 8 bits --------------------------------------------------------------------------------------
 
 
-def _eight_bits(tensors: Tensors, module: str) -> Stored:
-    name = f"{module}.weight"
-
+def _eight_bits(own: Module) -> Stored:
     def read(dense: bool) -> QuantizedMatrix:
-        order = f"{module}.weight_format"
-        if order in tensors.files and tensors.array(order).item() != 0:
-            raise ValueError(f"{order}: expected 0 (rows), got {tensors.array(order).item()}")
-        codes = tensors.array(name, "I8")
-        scale = tensors.array(f"{module}.SCB", "F32", codes.shape[:1])[:, None] / np.float32(127)
+        order = own.array("weight_format").item() if own.has("weight_format") else 0
+        own.expect(order == 0, "weight_format", "0 (rows)", order)
+        codes = own.array("weight", "I8")
+        scale = own.array("SCB", "F32", codes.shape[:1])[:, None] / np.float32(127)
         return QuantizedMatrix.from_parts(codes, scale, dtype="int8", axis=-1)
 
-    uses = tuple(f"{module}.{part}" for part in ("weight", "SCB", "weight_format"))
-    return Stored(name, lambda: tensors.shape(name), read, uses)
+    parts = "weight", "SCB", "weight_format"
+    return own.stored(lambda: own.sizes("weight"), read, parts)

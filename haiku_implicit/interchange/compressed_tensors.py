@@ -12,6 +12,7 @@ A module `X` has scales `X.weight_scale` and, if it is not symmetric, zero point
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,15 +21,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.files.container import CheckpointError, brief, expect
+from haiku_implicit.files.container import CheckpointError, expect
 from haiku_implicit.interchange.grouped_codes import (
     IntegerCodes,
     blocks_of_floats,
     fours_of_floats,
     is_pair,
 )
+from haiku_implicit.interchange.quantization_config import check_keys
 from haiku_implicit.interchange.runs_of_bits import unpacked
-from haiku_implicit.interchange.safetensors_files import Tensors
+from haiku_implicit.interchange.safetensors_files import Module, Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
@@ -82,7 +84,7 @@ def quantized(tensors: Tensors, where: str, own: Mapping[str, Any]) -> list[Stor
       where: the file of the configuration, for errors.
       own: the configuration.
     """
-    _check_keys(where, own, _READ | _FREE)
+    check_keys(where, own, _READ | _FREE)
     for key in ("transform_config", "sparsity_config"):
         given = own.get(key)
         none = not given or given == {"config_groups": {}}
@@ -96,36 +98,22 @@ def quantized(tensors: Tensors, where: str, own: Mapping[str, Any]) -> list[Stor
     expect(right, f"{where}: quantization_status (with this format)", "'compressed'", status)
     groups = own.get("config_groups")
     expect(isinstance(groups, dict) and bool(groups), f"{where}: config_groups", "groups", groups)
-    modules = [
-        x.removesuffix(".weight_scale") for x in tensors.files if x.endswith(".weight_scale")
-    ]
-    return [_stored(tensors, x, where, dict(groups or {}), own.get("version")) for x in modules]
+    modules = [Module(tensors, x) for x in tensors.modules("weight_scale")]
+    return [_stored(x, where, dict(groups or {}), own.get("version")) for x in modules]
 
 
-def _stored(
-    tensors: Tensors, module: str, where: str, groups: Mapping[str, Any], version: Any
-) -> Stored:
+def _stored(own: Module, where: str, groups: Mapping[str, Any], version: Any) -> Stored:
     def opened() -> _Weight:
-        name, group = _group_of(where, groups, module)
+        name, group = _group_of(where, groups, own.module)
         scheme = _scheme(f"{where}: config_groups: {name}", group)
         if scheme.kind == "int" and 32 % scheme.bits:
             _check_version(where, scheme.bits, version)
-        return _Weight(tensors, module, scheme)
+        return _Weight(own.tensors, own.module, scheme)
 
-    uses = tuple(f"{module}.{part}" for part in _PARTS)
-    return Stored(f"{module}.weight", lambda: opened().shape, lambda x: opened().read(x), uses)
+    return own.stored(lambda: opened().shape, lambda dense: opened().read(dense), _PARTS)
 
 
 # --- configuration -------------------------------------------------------------------------------
-
-
-def _check_keys(where: str, own: Mapping[str, Any], known: set[str]) -> None:
-    for key, value in own.items():
-        if key not in known and value is not None:
-            raise CheckpointError(
-                f"{where}: {key}: {brief(value)}: not a key that is known, so that it may change "
-                "what the weights are. If it does not, remove it there"
-            )
 
 
 def _check_format(where: str, own: Mapping[str, Any]) -> None:
@@ -155,7 +143,7 @@ def _group_of(where: str, groups: Mapping[str, Any], module: str) -> tuple[str, 
         targets = group.get("targets")
         right = isinstance(targets, list) and all(isinstance(x, str) for x in targets)
         expect(right, f"{where}: config_groups: {key}: targets", "a list of names", targets)
-        if group.get("weights") is None:  # of activations only, such as those of attention
+        if group.get("weights") is None:  # of activations only, as in attention
             continue
         for target in targets:
             if target == module or _matches(where, target, module):
@@ -181,12 +169,12 @@ def _matches(where: str, target: str, module: str) -> bool:
 
 
 def _scheme(where: str, group: Mapping[str, Any]) -> _Scheme:
-    _check_keys(where, group, _READ_OF_GROUP)
+    check_keys(where, group, _READ_OF_GROUP)
     _check_format(where, group)
     where, own = f"{where}: weights", group.get("weights")
     expect(isinstance(own, dict), where, "settings, as there are scales", own)
     own = {key: value for key, value in (own or {}).items() if value is not None}
-    _check_keys(where, own, _READ_OF_WEIGHTS | _FREE_OF_WEIGHTS)
+    check_keys(where, own, _READ_OF_WEIGHTS | _FREE_OF_WEIGHTS)
     kind, bits = own.get("type", "int"), own.get("num_bits", 8)
     known = (kind == "int" and bits in range(2, 9)) or (kind == "float" and bits in (4, 8))
     right = known and type(bits) is int
@@ -216,28 +204,26 @@ def _strategy_for(group_size: Any) -> str:
 # --- tensors -------------------------------------------------------------------------------------
 
 
-class _Weight(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Weight(Module):
     """A weight in the tensors of a module."""
 
-    tensors: Tensors
-    module: str
     scheme: _Scheme
 
     @property
     def shape(self) -> tuple[int, ...]:
         """`[..., outputs, inputs]`"""
-        name = self._name("weight_packed")
-        if name not in self.tensors.files:
-            return self.tensors.shape(self._name("weight"))
-        if self._has("weight"):
+        if not self.has("weight_packed"):
+            return self.sizes("weight")
+        if self.has("weight"):
             raise CheckpointError(
-                f"{self.tensors.where}: {name}: expected either this or {self._name('weight')}, got "
-                "both, which may differ. Leave one out of the files"
+                f"{self.tensors.where}: {self.path('weight_packed')}: expected either this or "
+                f"{self.path('weight')}, got both, which may differ. Leave one out of the files"
             )
         if self.scheme.kind == "float":
-            *lead, half = self.tensors.shape(name)
+            *lead, half = self.sizes("weight_packed")
             return *lead, 2 * half
-        sizes = self.tensors.array(self._name("weight_shape"), "I64 I32").reshape(-1)
+        sizes = self.array("weight_shape", "I64 I32").reshape(-1)
         return tuple(int(n) for n in sizes)
 
     def read(self, dense: bool) -> np.ndarray | QuantizedMatrix:
@@ -251,24 +237,17 @@ class _Weight(NamedTuple):
         self._check_symmetric(shape)
         if self.scheme.kind == "float":
             return self._fours(shape) if self.scheme.bits == 4 else self._eights(shape, dense)
-        codes = self._integers(shape)
-        return codes.values() if dense else codes.matrix()
-
-    def _name(self, part: str) -> str:
-        return f"{self.module}.{part}"
-
-    def _has(self, part: str) -> bool:
-        return self._name(part) in self.tensors.files
+        return self._integers(shape).read(dense)
 
     def _integers(self, shape: tuple[int, ...]) -> IntegerCodes:
         (*lead, outputs, inputs), bits = shape, self.scheme.bits
         size = self.scheme.group_size if self.scheme.strategy == "group" else inputs
         scales = self._scales(shape)
-        packed = self._has("weight_packed")
+        packed = self.has("weight_packed")
         if packed:
             codes = self._unpacked("weight_packed", (*lead, outputs, inputs))
         else:
-            codes = self._unsigned(self.tensors.array(self._name("weight"), "I8", shape))
+            codes = self._unsigned(self.array("weight", "I8", shape))
         zeros = np.full(scales.shape, 2 ** (bits - 1), np.int16)
         if not self.scheme.symmetric:
             zeros = self._zeros(scales.shape, outputs)
@@ -277,25 +256,25 @@ class _Weight(NamedTuple):
 
     def _zeros(self, shape: tuple[int, ...], outputs: int) -> np.ndarray:
         """The zero points, of the shape of the scales; the middle code is a zero point of 0."""
-        if self._has("weight_packed") and self.scheme.strategy != "tensor":
+        if self.has("weight_packed") and self.scheme.strategy != "tensor":
             sizes = (*shape[:-2], shape[-1], outputs)
             columns = self._unpacked("weight_zero_point", sizes, True)
             return np.swapaxes(columns, -1, -2).astype(np.int16)
-        stored = self.tensors.array(self._name("weight_zero_point"), "I8")
+        stored = self.array("weight_zero_point", "I8")
         return self._unsigned(stored.reshape(shape)).astype(np.int16)
 
     def _check_symmetric(self, shape: tuple[int, ...]) -> None:
         """Raises for zero points other than 0 if the configuration says that there are none."""
-        if not self.scheme.symmetric or not self._has("weight_zero_point"):
+        if not self.scheme.symmetric or not self.has("weight_zero_point"):
             return
-        if self.scheme.kind == "int" and self._kind("weight_zero_point") == "I32":
+        if self.scheme.kind == "int" and self.kind("weight_zero_point") == "I32":
             middle = 2 ** (self.scheme.bits - 1)
             found = self._zeros(self._scales(shape).shape, shape[-2]) - middle
         else:
-            found = self.tensors.array(self._name("weight_zero_point")).astype(np.float32)
+            found = self.array("weight_zero_point").astype(np.float32)
         if found.any():
             raise CheckpointError(
-                f"{self.tensors.where}: {self._name('weight_zero_point')}: the configuration says that "
+                f"{self.tensors.where}: {self.path('weight_zero_point')}: the configuration says that "
                 "the weight is symmetric, by which all zero points are 0; got "
                 f"{found.min():g} ... {found.max():g}"
             )
@@ -305,9 +284,9 @@ class _Weight(NamedTuple):
         bits, (*lead, rows, count) = self.scheme.bits, shape
         words = -(-count * bits // 32)
         sizes = (*lead, words, rows) if transposed else (*lead, rows, words)
-        found = self.tensors.array(self._name(part), "I32", sizes)
+        found = self.array(part, "I32", sizes)
         found = np.swapaxes(found, -1, -2) if transposed else found
-        whole = -(-words // bits) * bits  # a code of 3 bits may lie in two integers
+        whole = -(-words // bits) * bits  # a code of 3 bits may be in two integers
         room = [(0, 0)] * (found.ndim - 1) + [(0, whole - words)]
         return unpacked(np.pad(found, room), bits)[..., :count]
 
@@ -317,41 +296,36 @@ class _Weight(NamedTuple):
 
     def _groups(self, inputs: int, size: int, count: int) -> np.ndarray:
         """The group of each input; `weight_g_idx` has it if the inputs were ordered (`actorder`)."""
-        if self._has("weight_g_idx"):
-            group = self.tensors.array(self._name("weight_g_idx"), "I32 I64", (inputs,))
+        if self.has("weight_g_idx"):
+            group = self.array("weight_g_idx", "I32 I64", (inputs,))
             if (group != -1).all():
-                name = f"{self.tensors.where}: {self._name('weight_g_idx')}"
                 right = group.min() >= 0 and group.max() < count
-                expect(right, name, f"groups 0 ... {count - 1}", f"{group.min()} ... {group.max()}")
+                found = [int(group.min()), int(group.max())]
+                self.expect(right, "weight_g_idx", f"groups 0 ... {count - 1}", found)
                 return group
         return np.arange(inputs) // size
 
     def _eights(self, shape: tuple[int, ...], dense: bool) -> QuantizedMatrix:
-        codes = self.tensors.array(self._name("weight"), "F8_E4M3", shape)
-        powers = self._kind("weight_scale") in _POWERS.split()  # of mxfp8
+        codes = self.array("weight", "F8_E4M3", shape)
+        powers = self.kind("weight_scale") in _POWERS.split()  # of mxfp8
         scales = self._scales(shape, _POWERS) if powers else self._scales(shape)
         dtype = jnp.bfloat16 if powers else None
         return blocks_of_floats(codes, scales, self._block(shape), dtype, dense)
 
     def _fours(self, shape: tuple[int, ...]) -> QuantizedMatrix:
-        data = self.tensors.array(self._name("weight_packed"), "U8")
+        data = self.array("weight_packed", "U8")
         rows, columns = self._block(shape)
         whole = shape[-2] % rows == 0 and (shape[-1] % columns == 0 or columns > shape[-1])
-        where = f"{self.tensors.where}: {self._name('weight_packed')}"
-        expect(whole, where, f"whole blocks of {[rows, columns]}", list(shape))
-        if not self._has("weight_global_scale"):
+        self.expect(whole, "weight_packed", f"whole blocks of {[rows, columns]}", list(shape))
+        if not self.has("weight_global_scale"):
             return fours_of_floats(data, self._scales(shape, _POWERS), jnp.bfloat16)
-        scale = self.tensors.array(self._name("weight_global_scale"), "F32").reshape(-1)
-        where = f"{self.tensors.where}: {self._name('weight_global_scale')}"
-        expect(scale.size == 1 and bool(scale[0]), where, "one number, not 0", scale.tolist())
+        scale = self.array("weight_global_scale", "F32").reshape(-1)
+        right = scale.size == 1 and bool(scale[0])
+        self.expect(right, "weight_global_scale", "one number, not 0", scale.tolist())
         of_all = np.broadcast_to(1 / scale, (*shape[:-2], 1, 1))
         codes = self._scales(shape, "F8_E4M3")
         scales = QuantizedMatrix.from_parts(codes, of_all, dtype="fp8_e4m3", axis=-1)
         return fours_of_floats(data, scales, jnp.bfloat16)
-
-    def _kind(self, part: str) -> str:
-        self.tensors.shape(self._name(part))
-        return self.tensors.files[self._name(part)].tensors[self._name(part)].dtype
 
     def _block(self, shape: Sequence[int]) -> tuple[int, int]:
         """The rows and columns that share a scale."""
@@ -366,8 +340,8 @@ class _Weight(NamedTuple):
         rows, columns = self._block(shape)
         *lead, outputs, inputs = shape
         wanted = (*lead, -(-outputs // rows), -(-inputs // columns))
-        stored = self.tensors.shape(self._name("weight_scale"))
+        stored = self.sizes("weight_scale")
         one = self.scheme.strategy == "tensor" and math.prod(stored) == math.prod(wanted)
         sizes = stored if one else wanted
-        found = self.tensors.array(self._name("weight_scale"), kinds, sizes).reshape(wanted)
+        found = self.array("weight_scale", kinds, sizes).reshape(wanted)
         return found.view(jnp.float8_e8m0fnu) if kinds == _POWERS else found

@@ -14,8 +14,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.files.container import CheckpointError, brief, expect
+from haiku_implicit.files.container import CheckpointError, expect
 from haiku_implicit.interchange.grouped_codes import blocks_of_floats, is_pair
+from haiku_implicit.interchange.quantization_config import check_keys
 from haiku_implicit.interchange.safetensors_files import Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -35,12 +36,7 @@ def quantized(tensors: Tensors, where: str, own: Mapping[str, Any]) -> list[Stor
       where: the file of the configuration, for errors.
       own: the configuration.
     """
-    for key, value in own.items():
-        if key not in _FREE | {"weight_block_size", "fmt"} and value is not None:
-            raise CheckpointError(
-                f"{where}: {key}: {brief(value)}: not a key that is known, so that it may change "
-                "what the weights are. If it does not, remove it there"
-            )
+    check_keys(where, own, _FREE | {"weight_block_size", "fmt"})
     form, block = own.get("fmt", "e4m3"), own.get("weight_block_size")
     expect(form == "e4m3", f"{where}: fmt", "'e4m3'", form)
     right = block is None or is_pair(block)

@@ -107,7 +107,7 @@ class Header(NamedTuple):
 
     @property
     def split(self) -> tuple[int, int, int | None]:
-        """The index of this file in its model, from 0, the number of files, and that of all tensors.
+        """The index of this file in its model, from 0, and the numbers of files and of all tensors.
 
         A file that is not one of several does not say the number of tensors.
         """
@@ -130,7 +130,7 @@ def header_of(path: str) -> Header:
       path: the file.
 
     Raises:
-      CheckpointError: if it is no GGUF file, or its header is incomplete or has an impossible value.
+      CheckpointError: if it is not a GGUF file, or its header is incomplete or has an impossible value.
       OSError: if it can't be read.
     """
     if kind_of(path).name != "gguf":

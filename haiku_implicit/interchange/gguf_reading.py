@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.typing import Array, DType, Tree
+from haiku_implicit.core.typing import DType, Tree
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.shards import missing, names_of, numbered
 from haiku_implicit.interchange.ggml import KINDS, from_ggml, gguf_package
@@ -36,7 +37,7 @@ def load_gguf(
     dtype: DType | None = jnp.float32,
     like: Tree = None,
     dequantize: Targets | None = None,
-) -> dict[str, dict[str, Array]]:
+) -> dict[str, dict[str, jax.Array]]:
     """Reads the tensors of a GGUF file as the parameters of a Haiku model.
 
     The file is mapped into memory and read tensor by tensor, with a progress bar. If a model is split

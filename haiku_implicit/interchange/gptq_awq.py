@@ -14,6 +14,7 @@ value is `scale * (code - zero point)`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,9 +24,8 @@ from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.grouped_codes import IntegerCodes
 from haiku_implicit.interchange.quantization_config import Config, Settings
 from haiku_implicit.interchange.runs_of_bits import unpacked
-from haiku_implicit.interchange.safetensors_files import Tensors
+from haiku_implicit.interchange.safetensors_files import Module, Tensors
 from haiku_implicit.interchange.trees import Stored
-from haiku_implicit.quantized.matrix import QuantizedMatrix
 
 
 class _Layout(NamedTuple):
@@ -73,38 +73,32 @@ def quantized(name: str, tensors: Tensors, where: str, own: Mapping[str, Any]) -
     """
     config, method = Config(where, own), METHODS[name]
     method.settings(config)
-    modules = [x.removesuffix(".qweight") for x in tensors.files if x.endswith(".qweight")]
-    return [_stored(tensors, module, config, method) for module in modules]
+    return [_stored(Module(tensors, x), config, method) for x in tensors.modules("qweight")]
 
 
-def _stored(tensors: Tensors, module: str, config: Config, method: _Method) -> Stored:
+def _stored(own: Module, config: Config, method: _Method) -> Stored:
     def opened() -> _Weight:
-        settings = method.settings(config.of_module(module))
-        return _Weight(tensors, module, settings, method.layouts[settings.format])
+        settings = method.settings(config.of_module(own.module))
+        return _Weight(own.tensors, own.module, settings, method.layouts[settings.format])
 
-    def read(dense: bool) -> np.ndarray | QuantizedMatrix:
-        weight = opened()
-        return weight.codes().values() if dense else weight.codes().matrix()
-
-    uses = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx"))
-    return Stored(f"{module}.weight", lambda: opened().shape, read, uses)
+    parts = "qweight", "qzeros", "scales", "g_idx"
+    return own.stored(lambda: opened().shape, lambda dense: opened().codes().read(dense), parts)
 
 
 # --- tensors -------------------------------------------------------------------------------------
 
 
-class _Weight(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Weight(Module):
     """A weight in the tensors of a module."""
 
-    tensors: Tensors
-    module: str
     settings: Settings
     layout: _Layout
 
     @property
     def shape(self) -> tuple[int, int]:
         """`[outputs, inputs]`"""
-        sizes = self._sizes("qweight")
+        sizes = self._two_sizes("qweight")
         packed = sizes[self.layout.packed]
         sizes[self.layout.packed] = packed * self.settings.word // self.settings.bits
         return sizes[0], sizes[1]
@@ -114,7 +108,7 @@ class _Weight(NamedTuple):
         (outputs, inputs), size = self.shape, self.settings.group_size
         groups = stored = 1 if size is None else -(-inputs // size)
         if not self.layout.transposed:  # there may be room for more groups
-            words = max(self._sizes("qzeros")[1], -(-groups * self.settings.bits // 32))
+            words = max(self._two_sizes("qzeros")[1], -(-groups * self.settings.bits // 32))
             stored = words * 32 // self.settings.bits
         codes = self._codes("qweight", (outputs, inputs), self.layout.packed)
         packed = 0 if self.layout.transposed else 1
@@ -123,25 +117,21 @@ class _Weight(NamedTuple):
         group = np.arange(inputs) // (size or inputs)
         if self.layout is _GPTQ:
             group = self._groups(group, groups)
-        zeros = _zero_points(f"{self.tensors.where}: {self.module}.qzeros", zeros, self.settings)
+        zeros = _zero_points(f"{self.tensors.where}: {self.path('qzeros')}", zeros, self.settings)
         return IntegerCodes(codes, scales, zeros, group, self.settings.bits)
 
-    def _sizes(self, part: str) -> list[int]:
+    def _two_sizes(self, part: str) -> list[int]:
         """The two sizes of a tensor `[outputs, ...]`."""
-        shape = self.tensors.shape(f"{self.module}.{part}")
-        if len(shape) != 2 or not all(shape):
-            raise CheckpointError(
-                f"{self.tensors.where}: {self.module}.{part}: expected two axes, none of them empty, "
-                f"got {list(shape)}"
-            )
+        shape = self.sizes(part)
+        right = len(shape) == 2 and all(shape)
+        self.expect(right, part, "two axes, none of them empty", list(shape))
         return list(shape[::-1] if self.layout.transposed else shape)
 
     def _array(self, part: str, kinds: str, shape: tuple[int, ...]) -> np.ndarray:
         """Reads a tensor `[outputs, ...]`."""
-        name = f"{self.module}.{part}"
         if self.layout.transposed:
-            return self.tensors.array(name, kinds, shape[::-1]).T
-        return self.tensors.array(name, kinds, shape)
+            return self.array(part, kinds, shape[::-1]).T
+        return self.array(part, kinds, shape)
 
     def _codes(self, part: str, shape: tuple[int, int], packed: int) -> np.ndarray:
         """Reads codes `[outputs, ...]`, of which integers hold several along one axis."""
@@ -155,17 +145,16 @@ class _Weight(NamedTuple):
 
     def _groups(self, in_order: np.ndarray, count: int) -> np.ndarray:
         """The group of each input."""
-        where = f"{self.tensors.where}: {self.module}.g_idx"
-        if f"{self.module}.g_idx" in self.tensors.files:
-            group = self.tensors.array(f"{self.module}.g_idx", "I32", in_order.shape)
-            if group.min() < 0 or group.max() >= count:
-                raise CheckpointError(
-                    f"{where}: expected groups 0 ... {count - 1}, got {group.min()} ... {group.max()}"
-                )
+        if self.has("g_idx"):
+            group = self.array("g_idx", "I32", in_order.shape)
+            right = group.min() >= 0 and group.max() < count
+            found = [int(group.min()), int(group.max())]
+            self.expect(right, "g_idx", f"groups 0 ... {count - 1}", found)
             return group
         if self.settings.ordered and self.settings.group_size is not None:
             raise CheckpointError(
-                f"{where}: missing, and by desc_act it has the group of each input"
+                f"{self.tensors.where}: {self.path('g_idx')}: missing, and by desc_act it has the "
+                "group of each input"
             )
         return in_order
 

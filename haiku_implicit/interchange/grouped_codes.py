@@ -36,6 +36,10 @@ class IntegerCodes(NamedTuple):
             np.float32
         )
 
+    def read(self, dense: bool) -> np.ndarray | QuantizedMatrix:
+        """The weight, as `Stored.read` returns it."""
+        return self.values() if dense else self.matrix()
+
     def matrix(self) -> QuantizedMatrix:
         """A `QuantizedMatrix` of the weight, without offsets if all zero points are the middle code.
 

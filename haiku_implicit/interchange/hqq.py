@@ -7,13 +7,13 @@ weight is cut into rows of `group_size` numbers (`axis` 1) or into columns of th
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from haiku_implicit.files.container import expect, is_shape
+from haiku_implicit.files.container import is_shape
 from haiku_implicit.interchange.grouped_codes import IntegerCodes
-from haiku_implicit.interchange.safetensors_files import Tensors
+from haiku_implicit.interchange.safetensors_files import Module, Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
@@ -37,85 +37,75 @@ _SETTINGS = "nbits", "packing", "encoded_state_dict"
 
 def quantized(tensors: Tensors) -> list[Stored]:
     """Finds the weights that HQQ quantized."""
-    modules = [x.removesuffix(".W_q") for x in tensors.files if x.endswith(".W_q")]
+    weights = (_Weight(tensors, x) for x in tensors.modules("W_q"))
     # (`W_q` alone may be a parameter of any attention.)
-    own = [x for x in modules if any(f"{x}.{part}" in tensors.files for part in _SETTINGS)]
-    return [_stored(tensors, _Module(tensors, x)) for x in own]
+    own = [weight for weight in weights if any(map(weight.has, _SETTINGS))]
+    return [weight.stored(weight.shape, weight.read, _PARTS) for weight in own]
 
 
-def _stored(tensors: Tensors, module: "_Module") -> Stored:
-    def read(dense: bool) -> np.ndarray | QuantizedMatrix:
-        codes, scales, zeros = module.codes(), module.floats("scale"), module.floats("zero")
+class _Weight(Module):
+    """A weight in the tensors of a module."""
+
+    def read(self, dense: bool) -> np.ndarray | QuantizedMatrix:
+        """Reads the weight, as `Stored` says."""
+        codes, scales, zeros = self.codes(), self.floats("scale"), self.floats("zero")
         if not dense:
-            return module.in_groups(codes, scales, zeros).matrix()
+            return self.in_groups(codes, scales, zeros).matrix()
         values = scales.astype(np.float32) * (codes - zeros.astype(np.float32))
-        return values.reshape(module.shape)
+        return values.reshape(self.shape())
 
-    uses = tuple(f"{module.name}.{part}" for part in _PARTS)
-    return Stored(f"{module.name}.weight", lambda: module.shape, read, uses)
-
-
-class _Module(NamedTuple):
-    """A module in the tensors of a file."""
-
-    tensors: Tensors
-    name: str
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """`[outputs, inputs]`"""
-        sizes = self.tensors.array(f"{self.name}.shape", "I64 I32").reshape(-1).tolist()
+        sizes = self.array("shape", "I64 I32").reshape(-1).tolist()
         right = is_shape(sizes) and len(sizes) == 2 and all(sizes)
-        expect(right, self._where("shape"), "[outputs, inputs], none of them empty", sizes)
+        self.expect(right, "shape", "[outputs, inputs], none of them empty", sizes)
         return tuple(sizes)
 
     def codes(self) -> np.ndarray:
         """The codes in the rows or columns of the file."""
-        packing = self.tensors.array(f"{self.name}.packing", "U8").tobytes().decode("latin-1")
-        expect(packing in _PACKINGS, self._where("packing"), f"one of {[*_PACKINGS]}", packing)
+        packing = self.array("packing", "U8").tobytes().decode("latin-1")
+        self.expect(packing in _PACKINGS, "packing", f"one of {[*_PACKINGS]}", packing)
         own, count, word = _PACKINGS[packing]
-        words = self.tensors.array(f"{self.name}.W_q")
+        words = self.array("W_q")
         words = np.ascontiguousarray(words).view(f"u{word // 8}")  # (`view_as_float`)
         found = [(words >> (own * i)) & (2**own - 1) for i in reversed(range(count))]
-        size, wanted = words.size * count, math.prod(self.shape)
+        size, wanted = words.size * count, math.prod(self.shape())
         spare = count * words.shape[-1] if own == 3 else 1
         right = words.ndim == 2 and wanted <= size < wanted + spare
         right = right and wanted % words.shape[-1] == 0
-        expect(right, self._where("W_q"), f"{wanted} codes of {own} bits", list(words.shape))
+        self.expect(right, "W_q", f"{wanted} codes of {own} bits", list(words.shape))
         codes = np.concatenate(found)[: wanted // words.shape[-1]].astype(np.uint8)
         most = 2**self.bits - 1
-        expect(
-            int(codes.max()) <= most, self._where("W_q"), f"codes up to {most}", int(codes.max())
-        )
+        self.expect(codes.max() <= most, "W_q", f"codes up to {most}", int(codes.max()))
         return codes
 
     @property
     def bits(self) -> int:
         """The bits of a code; 1.58 counts as two."""
         bits = math.ceil(self.number("nbits"))
-        expect(bits in range(1, 9), self._where("nbits"), "1 to 8", bits)
+        self.expect(bits in range(1, 9), "nbits", "1 to 8", bits)
         return bits
 
     def floats(self, part: str) -> np.ndarray:
         """The scales or the zeros: one for each row or column, or for all."""
         for key in ("quant_scale", "quant_zero"):
-            if f"{self.name}.{key}" in self.tensors.files:
-                expect(not self.number(key), self._where(key), "0", self.number(key))
-        found = self.tensors.array(f"{self.name}.{part}", _FLOATS)
-        rows = math.prod(self.shape) // self.group_size
+            if self.has(key):
+                self.expect(not self.number(key), key, "0", self.number(key))
+        found = self.array(part, _FLOATS)
+        rows = math.prod(self.shape()) // self.group_size
         axis = self.number("axis")
-        expect(axis in (0, 1), self._where("axis"), "0 or 1", axis)
+        self.expect(axis in (0, 1), "axis", "0 or 1", axis)
         if found.size == 1:
             return found.reshape(1, 1)
-        expect(found.size == rows, self._where(part), f"{rows} numbers", list(found.shape))
+        self.expect(found.size == rows, part, f"{rows} numbers", list(found.shape))
         return found.reshape((1, rows) if axis == 0 else (rows, 1))
 
     @property
     def group_size(self) -> int:
         """The numbers that share a scale."""
         size = int(self.number("group_size"))
-        right = size > 0 and math.prod(self.shape) % size == 0
-        expect(right, self._where("group_size"), "a divisor of the weight's size", size)
+        right = size > 0 and math.prod(self.shape()) % size == 0
+        self.expect(right, "group_size", "a divisor of the weight's size", size)
         return size
 
     def in_groups(self, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> IntegerCodes:
@@ -124,7 +114,7 @@ class _Module(NamedTuple):
         Raises:
           ValueError: if its groups are others.
         """
-        outputs, inputs = self.shape
+        outputs, inputs = self.shape()
         size = inputs if scales.size == 1 else self.group_size
         if scales.shape[0] == 1 < scales.size or inputs % size:
             raise ValueError(
@@ -134,11 +124,8 @@ class _Module(NamedTuple):
         grid = (-1 if scales.size == 1 else outputs, inputs // size)
         scales, zeros = scales.reshape(grid), zeros.reshape(grid)
         group = np.arange(inputs) // size
-        return IntegerCodes(codes.reshape(self.shape), scales, zeros, group, self.bits)
+        return IntegerCodes(codes.reshape(self.shape()), scales, zeros, group, self.bits)
 
     def number(self, part: str) -> Any:
         """A setting."""
-        return self.tensors.array(f"{self.name}.{part}").reshape(-1)[0].item()
-
-    def _where(self, part: str) -> str:
-        return f"{self.tensors.where}: {self.name}.{part}"
+        return self.array(part).reshape(-1)[0].item()

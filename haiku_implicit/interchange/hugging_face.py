@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from haiku_implicit.core.messages import shown
 from haiku_implicit.core.predicates import Targets
-from haiku_implicit.core.typing import Array, DType, Json, Tree
+from haiku_implicit.core.typing import DType, Json, Tree
 from haiku_implicit.files.container import CheckpointError, expect
 from haiku_implicit.interchange import (
     bitsandbytes,
@@ -52,7 +53,7 @@ def load_hugging_face(
     dtype: DType | None = jnp.float32,
     like: Tree = None,
     dequantize: Targets | None = None,
-) -> dict[str, dict[str, Array]]:
+) -> dict[str, dict[str, jax.Array]]:
     """Reads a transformers checkpoint in safetensors as a Haiku model's parameters.
 
     Dense weights are read unchanged. Weights that bitsandbytes (nf4, fp4, also with double

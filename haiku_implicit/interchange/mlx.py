@@ -12,7 +12,7 @@ import numpy as np
 
 from haiku_implicit.files.container import CheckpointError, expect
 from haiku_implicit.interchange.runs_of_bits import unpacked
-from haiku_implicit.interchange.safetensors_files import Tensors
+from haiku_implicit.interchange.safetensors_files import Module, Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
@@ -29,12 +29,8 @@ def quantized(tensors: Tensors, where: str, config: Mapping[str, Any]) -> list[S
       where: the file of the configuration, for errors.
       config: `group_size`, `bits`, `mode`, and the same keys for single modules under their names.
     """
-    modules = [x.removesuffix(".scales") for x in tensors.files if x.endswith(".scales")]
-    return [
-        _stored(tensors, module, where, config)
-        for module in modules
-        if f"{module}.weight" in tensors.files
-    ]
+    modules = (Module(tensors, x) for x in tensors.modules("scales"))
+    return [_stored(own, where, config) for own in modules if own.has("weight")]
 
 
 def _settings(where: str, config: Mapping[str, Any], module: str) -> tuple[int, int]:
@@ -53,24 +49,23 @@ def _settings(where: str, config: Mapping[str, Any], module: str) -> tuple[int, 
     return bits, size
 
 
-def _stored(tensors: Tensors, module: str, where: str, config: Mapping[str, Any]) -> Stored:
+def _stored(own: Module, where: str, config: Mapping[str, Any]) -> Stored:
     def shape() -> tuple[int, ...]:
-        bits, _ = _settings(where, config, module)
-        *lead, words = tensors.shape(f"{module}.weight")
+        bits, _ = _settings(where, config, own.module)
+        *lead, words = own.sizes("weight")
         return *lead, words * 32 // bits
 
     def read(dense: bool) -> QuantizedMatrix:
-        bits, size = _settings(where, config, module)
+        bits, size = _settings(where, config, own.module)
         *lead, inputs = shape()
         groups = (*lead, -(-inputs // size))
-        words = tensors.array(f"{module}.weight", "U32", (*lead, inputs * bits // 32))
-        scales = tensors.array(f"{module}.scales", _FLOATS, groups)
-        biases = tensors.array(f"{module}.biases", _FLOATS, groups)
+        words = own.array("weight", "U32", (*lead, inputs * bits // 32))
+        scales = own.array("scales", _FLOATS, groups)
+        biases = own.array("biases", _FLOATS, groups)
         codes = unpacked(words, bits).reshape(*groups, -1)
         packed = formats.pack(codes, formats.FORMATS[f"uint{bits}"])
         return QuantizedMatrix.from_parts(
             packed, np.array(scales), np.array(biases), dtype=f"uint{bits}", axis=-1
         )
 
-    uses = tuple(f"{module}.{part}" for part in ("weight", "scales", "biases"))
-    return Stored(f"{module}.weight", shape, read, uses)
+    return own.stored(shape, read, ("weight", "scales", "biases"))

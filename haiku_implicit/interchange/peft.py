@@ -58,7 +58,7 @@ Modules = Mapping[str, str] | Callable[[str], str]
 
 
 def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Params = None) -> AdapterParts:
-    """Reads a LoRA or DoRA adapter that PEFT saved, and what was trained beside it.
+    """Reads a LoRA or DoRA adapter that PEFT saved, and the parameters that were trained with it.
 
     Args:
       folder: the folder with `adapter_config.json` and `adapter_model.safetensors`.
@@ -183,9 +183,7 @@ def save_peft(
     for name, x in whole.items():
         module = name.removesuffix(".bias")
         tensors[f"{module}.base_layer.bias" if module in ranks else name] = x
-    folder = _made(folder)
-    save(folder / TENSORS, {f"{_MODEL}{name}": x for name, x in tensors.items()})
-    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    _write(folder, tensors, config)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -257,7 +255,7 @@ def _tensors_of(file: str, config: Config) -> _Tensors:
 
 
 def _beside(tensors: _Tensors, key: str, tensor: Any, config: Config) -> bool:
-    """Takes a tensor that was trained beside the factors; returns whether it is one."""
+    """Takes a tensor that was trained with the factors; returns whether it is one."""
     name = key.removeprefix(_MODEL)
     if name == key or not isinstance(tensor, jax.Array | np.ndarray):
         return False
@@ -278,7 +276,7 @@ def _check_one(place: Place, module: str, taken: Mapping[str, Any]) -> None:
 
 
 def _trained_rows(file: str, config: Config, found: _Tensors, names: Names) -> dict[str, Array]:
-    """The embeddings of which PEFT trained rows; they replace those of the base."""
+    """The embeddings whose rows PEFT trained; they replace the embeddings of the base."""
     new: dict[str, Array] = {}
     for module, rows in found.rows.items():
         place, ids = place_of(names, module, file), peft_config.tokens_of(config, module)
@@ -428,13 +426,16 @@ def _at_place(where: str, weight: Array, place: Place) -> Array:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def _made(folder: str | os.PathLike[str]) -> pathlib.Path:
+def _write(
+    folder: str | os.PathLike[str], tensors: Mapping[str, Array], config: JsonObject
+) -> None:
     path = pathlib.Path(folder)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path}: is a file; give the name of a folder")
     check_folder(os.fspath(path), os.path.dirname(os.path.realpath(path)))
     path.mkdir(exist_ok=True)
-    return path
+    save(path / TENSORS, {f"{_MODEL}{name}": x for name, x in tensors.items()})
+    write_text(path / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def _check_writable(path: str, weight: Array) -> None:

@@ -83,6 +83,16 @@ class Settings(NamedTuple):
     word: int
 
 
+def check_keys(where: str, own: Mapping[str, Any], known: set[str]) -> None:
+    """Raises for a key of a configuration that is not known, unless it is None."""
+    for key, value in own.items():
+        if key not in known and value is not None:
+            raise CheckpointError(
+                f"{where}: {key}: {brief(value)}: not a key that is known, so that it may change "
+                "what the weights are. If it does not, remove it there"
+            )
+
+
 class Config:
     """A `quantization_config` with only known keys.
 
@@ -101,11 +111,7 @@ class Config:
             if key in _ONLY:
                 allowed = " or ".join(map(repr, _ONLY[key])) or "null"
                 self._expect(value in _ONLY[key], key, allowed)
-            if key not in _READ | _FREE | set(_ONLY):
-                raise CheckpointError(
-                    f"{where}: {key}: {brief(value)}: not a key that is known, so that it may change "
-                    "what the weights are. If it does not, remove it there"
-                )
+        check_keys(where, self._config, _READ | _FREE | set(_ONLY))
         for keys in _SAME[:-1]:
             self.get(keys)
 

@@ -4,14 +4,15 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from haiku_implicit.core.typing import JsonObject
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.checkpoint import opened
-from haiku_implicit.files.container import ENTRY, PART, CheckpointError, File
+from haiku_implicit.files.container import ENTRY, PART, CheckpointError, File, expect
 from haiku_implicit.files.file_types import kind_of, open_container, read_json
 from haiku_implicit.files.shards import shards_in, shards_of
 from haiku_implicit.interchange.trees import Stored
@@ -67,6 +68,10 @@ class Tensors:
         data = self.files[name].bytes_of(name)
         return dtypes.array_of(data, dtypes.FOREIGN[dtype], found, False, as_numpy=True)
 
+    def modules(self, part: str) -> list[str]:
+        """The names of the modules that have a tensor with this last part of its name."""
+        return [x.removesuffix(f".{part}") for x in self.files if x.endswith(f".{part}")]
+
     def dense(self, name: str) -> Stored:
         """Returns a `Stored` for a tensor that is not quantized."""
 
@@ -101,6 +106,50 @@ class Tensors:
             if owner and ("scale" in own or own in ("absmax", "SCB")):
                 found[owner] = name
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """The tensors of one module, by the last parts of their names.
+
+    Attributes:
+      tensors: the tensors of the checkpoint.
+      module: the name of the module.
+    """
+
+    tensors: Tensors
+    module: str
+
+    def path(self, part: str) -> str:
+        """The name of a tensor."""
+        return f"{self.module}.{part}"
+
+    def has(self, part: str) -> bool:
+        """Whether the module has a tensor."""
+        return self.path(part) in self.tensors.files
+
+    def kind(self, part: str) -> str:
+        """The format's name of a tensor's dtype."""
+        self.sizes(part)
+        return self.tensors.files[self.path(part)].tensors[self.path(part)].dtype
+
+    def sizes(self, part: str) -> tuple[int, ...]:
+        """`Tensors.shape`."""
+        return self.tensors.shape(self.path(part))
+
+    def array(self, part: str, kinds: str = "", shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """`Tensors.array`."""
+        return self.tensors.array(self.path(part), kinds, shape)
+
+    def expect(self, right: bool, part: str, expected: str, found: Any) -> None:
+        """Raises unless a tensor is right."""
+        expect(right, f"{self.tensors.where}: {self.path(part)}", expected, found)
+
+    def stored(
+        self, shape: Callable[[], tuple[int, ...]], read: Any, parts: Iterable[str]
+    ) -> Stored:
+        """A `Stored` for the weight of the module, made of some parts."""
+        return Stored(self.path("weight"), shape, read, tuple(map(self.path, parts)))
 
 
 def open_tensors(path: str | os.PathLike[str]) -> Tensors:

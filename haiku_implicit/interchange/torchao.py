@@ -9,15 +9,16 @@ The metadata of a file have the class of each tensor `X.weight` and its attribut
 - `Float8Tensor`: a value is `scale * code`, for blocks.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.files.container import CheckpointError, expect, parse_json
 from haiku_implicit.interchange.grouped_codes import IntegerCodes, blocks_of_floats, grouped
-from haiku_implicit.interchange.safetensors_files import Tensors
+from haiku_implicit.interchange.safetensors_files import Module, Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
@@ -38,18 +39,21 @@ def quantized(tensors: Tensors) -> list[Stored]:
             parse_json(f"{tensors.where}: metadata: {name}", text.encode()) if "." in name else {}
         )
         if isinstance(state, dict) and state.get("_type", _DENSE) != _DENSE:
-            weight = _Weight(tensors, name, state)
+            weight = _Weight(tensors, name.rpartition(".")[0], name, state)
             if any(x in tensors.files for x in weight.uses):
                 found.append(Stored(name, weight.shape, weight.read, weight.uses))
     return found
 
 
-class _Weight(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Weight(Module):
     """A weight in the tensors of a file, and the metadata about it."""
 
-    tensors: Tensors
     name: str
     state: Mapping[str, Any]
+
+    def path(self, part: str) -> str:
+        return f"{self.module}._{self.name.rpartition('.')[2]}_{part}"
 
     @property
     def uses(self) -> tuple[str, ...]:
@@ -57,13 +61,13 @@ class _Weight(NamedTuple):
         parts = self.state.get("_tensor_data_names")
         right = isinstance(parts, list) and all(isinstance(x, str) for x in parts)
         expect(right, f"{self._where}: _tensor_data_names", "names", parts)
-        return tuple(self._part(x) for x in parts or ())
+        return tuple(map(self.path, parts or ()))
 
     def shape(self) -> tuple[int, ...]:
         """`[..., outputs, inputs]`"""
         kind = self.state["_type"]
         expect(kind in _KINDS, f"{self._where}: _type", f"one of {', '.join(_KINDS)}", kind)
-        shape = self.tensors.shape(self._part("qdata"))
+        shape = self.sizes("qdata")
         right = len(shape) >= 2 and all(shape)
         expect(right, self._where, "[outputs, inputs], none of them empty", list(shape))
         return (*shape[:-1], 2 * shape[-1]) if kind == "Int4Tensor" else shape
@@ -71,7 +75,7 @@ class _Weight(NamedTuple):
     def read(self, dense: bool) -> np.ndarray | QuantizedMatrix:
         """Reads the weight, as `Stored` says."""
         shape = self.shape()
-        if self._part("act_pre_scale") in self.uses:
+        if self.path("act_pre_scale") in self.uses:
             raise CheckpointError(
                 f"{self._where}: act_pre_scale: the model has to multiply its activations by it, which "
                 "no weight can do"
@@ -87,11 +91,11 @@ class _Weight(NamedTuple):
             expect(target in known, f"{self._where}: target_dtype", ", ".join(known), target)
             bits = int(target.removeprefix("int"))
         middle = 2 ** (bits - 1)
-        codes = self.tensors.array(self._part("qdata"), "I8", shape).astype(np.int16) + middle
+        codes = self.array("qdata", "I8", shape).astype(np.int16) + middle
         expect(not (codes >> bits).any(), self._where, f"codes of {bits} bits", "larger ones")
         scales, (rows, size) = self._in_blocks("scale", _FLOATS, shape)
         zeros = np.full(scales.shape, middle, np.float32)
-        if self._part("zero_point") in self.uses:
+        if self.path("zero_point") in self.uses:
             zeros = zeros + self._in_blocks("zero_point", f"I8 {_FLOATS}", shape)[0]
         if scales.shape[-2] > 1:
             scales, zeros = np.repeat(scales, rows, -2), np.repeat(zeros, rows, -2)
@@ -102,12 +106,11 @@ class _Weight(NamedTuple):
     def nibbles(self, shape: tuple[int, ...], dense: bool) -> QuantizedMatrix:
         """Two codes of 4 bits to a byte; `dense` makes no difference."""
         *lead, outputs, inputs = shape
-        data = self.tensors.array(self._part("qdata"), "I8 U8").view(np.uint8)
+        data = self.array("qdata", "I8 U8").view(np.uint8)
         _, size = self._block(shape)
         wanted = (*lead, inputs // size, outputs)
         scales, zeros = (
-            np.swapaxes(self.tensors.array(self._part(x), _FLOATS, wanted), -1, -2)
-            for x in ("scale", "zero_point")
+            np.swapaxes(self.array(x, _FLOATS, wanted), -1, -2) for x in ("scale", "zero_point")
         )
         codes = np.stack([data & 15, data >> 4], -1).reshape(shape) ^ 8  # plus 8
         symmetric = not zeros.any()
@@ -118,7 +121,7 @@ class _Weight(NamedTuple):
 
     def floats(self, shape: tuple[int, ...], dense: bool) -> QuantizedMatrix:
         """Codes in float8."""
-        codes = self.tensors.array(self._part("qdata"), "F8_E4M3 F8_E5M2", shape)
+        codes = self.array("qdata", "F8_E4M3 F8_E5M2", shape)
         scales, block = self._in_blocks("scale", _FLOATS, shape)
         return blocks_of_floats(codes, scales, block, self._out_dtype(), dense)
 
@@ -128,7 +131,7 @@ class _Weight(NamedTuple):
         """A part `[..., tiles, groups]` with a number for each block, and the sizes of a block."""
         rows, columns = self._block(shape)
         grid = (*shape[:-2], shape[-2] // rows, shape[-1] // columns)
-        found = self.tensors.array(self._part(part), kinds)
+        found = self.array(part, kinds)
         right = found.size == int(np.prod(grid))
         expect(right, f"{self._where}: {part}", f"a number for each block, {grid}", found.shape)
         return found.reshape(grid), (rows, columns)
@@ -161,10 +164,6 @@ class _Weight(NamedTuple):
     @property
     def _where(self) -> str:
         return f"{self.tensors.where}: metadata: {self.name}"
-
-    def _part(self, part: str) -> str:
-        module, _, own = self.name.rpartition(".")
-        return f"{module}._{own}_{part}"
 
 
 _KINDS = {

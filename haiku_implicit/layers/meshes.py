@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from haiku_implicit.core.transform import use_implicit_args
-from haiku_implicit.core.typing import Tree
+from haiku_implicit.core.typing import SameTree, Tree
 
 
 def create_mesh(
@@ -119,7 +119,7 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
     return list(dict.fromkeys(n for s in partition_specs for n in get_names_from_partition_spec(s)))
 
 
-def with_sharding_constraint(x: Tree, partition_specs: Tree) -> Tree:
+def with_sharding_constraint(x: SameTree, partition_specs: Tree) -> SameTree:
     """Applies `jax.lax.with_sharding_constraint` if the mesh has the axes; otherwise does nothing.
 
     So a model with constraints runs on one device, too. Nothing happens over manual axes of

@@ -6,15 +6,17 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast, overload
 
 from haiku_implicit.files.replacing import write_text
 from haiku_implicit.mox.edits import edit, parts
 from haiku_implicit.mox.edits.replacement import after, around, before, instead
 from haiku_implicit.mox.program.program import Piece, Program, checked
 from haiku_implicit.mox.program.sites import Site, sites_of
-from haiku_implicit.mox.program.tree import Atom, Node
+from haiku_implicit.mox.program.tree import Atom, ModuleCall, Node
 from haiku_implicit.mox.show import differences, dot, html, outline, view
+
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -191,7 +193,7 @@ class Mox(Program):
     def _outline(self) -> outline.Row:
         return outline.outline(self.body, self.interface)
 
-    def __getitem__(self, pattern: str) -> list[Node]:
+    def __getitem__(self, pattern: str) -> list[ModuleCall]:
         """Finds the calls of modules whose path matches a glob: `mox['**/linear_*']`.
 
         `*` stands for anything within a part of the path, `**` for any number of parts. Other methods
@@ -203,7 +205,13 @@ class Mox(Program):
         """
         return view.with_path(self.body, pattern)
 
-    def select(self, what: type | Callable[[Node], Any]) -> list[Node]:
+    @overload
+    def select(self, what: type) -> list[ModuleCall]: ...
+
+    @overload
+    def select(self, what: Callable[[Node], Any]) -> list[Node]: ...
+
+    def select(self, what: type | Callable[[Node], Any]) -> Sequence[Node]:
         """Finds the calls of a class of modules (or a derived class), or the nodes of a predicate.
 
         A search by class leaves out other methods of a module, as a glob does.
@@ -530,7 +538,7 @@ class Mox(Program):
         return cast(Mox, edit.replace(self, nodes, piece_of, path, keep_unused))
 
 
-def map_mox(fun: Callable[[Node], Any], mox: Mox) -> list[Any]:
+def map_mox(fun: Callable[[Node], R], mox: Mox) -> list[R]:
     """Applies a function to each node of a module expression, in the order in which they run."""
     checked("map_mox(fun, mox)", mox)
     return [fun(node) for node in mox.select(lambda node: True)]

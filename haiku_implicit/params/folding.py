@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -12,6 +12,8 @@ from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Params
 from haiku_implicit.params.quantizing.programs import Program, evaluated, numbers_of
 from haiku_implicit.params.trees import trees
+
+R = TypeVar("R")
 
 # Primitives that only move or cast numbers: a model runs them on parameters as before.
 _MOVES = frozenset(
@@ -21,8 +23,8 @@ _MOVES = frozenset(
 
 
 def fold_parameters(
-    apply: Callable[..., Any], params: Params, *args: Any
-) -> tuple[Callable[..., Any], Params]:
+    apply: Callable[..., R], params: Params, *args: Any
+) -> tuple[Callable[..., R], dict[str, dict[str, jax.Array]]]:
     """Computes what a model computes of its parameters alone, such as standardized weights, once.
 
     The new parameters can be quantized: then the standardized weight is what is rounded, and the model
@@ -104,7 +106,7 @@ def _split(apply: Callable[..., Any], structs: Params, args: tuple[Any, ...]) ->
     sizes = [math.prod(p.value.shape) for p in parameters]
 
     def is_worth(step: Any) -> bool:
-        """Whether a step is of parameters alone, and its results are no larger than these."""
+        """Whether a step reads parameters alone, and its results are not larger than they are."""
         causes = program.causes[step.results[0]]
         room = sum(size for i, size in enumerate(sizes) if causes >> i & 1)
         size = sum(math.prod(var.aval.shape) for var in step.eqn.outvars)

@@ -87,7 +87,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
       (8, 64)
     """
 
-    codes: Array = frozen_field()
+    codes: jax.Array = frozen_field()
     scale: Array = frozen_field()
     offset: Array = frozen_field(default=None)
     format: str = aux_field(default="int8")

@@ -6,11 +6,12 @@ A *slot* is the place of one array in a tree. It holds the array, or None, symbo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ BIASES = r"(?:.*/)?(?!w_b$)(?:[^/]*_)?(?:b|bias|biases|offset)"
 LAYER_NORMS = r"(?:.*/)?(?:scale|offset)"
 
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Slot(NamedTuple):
@@ -266,6 +268,38 @@ def combine(trainable: SameTree, frozen: SameTree) -> SameTree:
 # --- gradients -----------------------------------------------------------------------------------
 
 
+class ValueAndGrad(Protocol[R_co]):
+    """The type of the result of `value_and_grad`: the gradient is a tree like the first argument."""
+
+    @overload
+    def __call__(self, params: SameTree, /, *args: Any, **kwargs: Any) -> tuple[R_co, SameTree]: ...
+
+    @overload
+    def __call__(self, **kwargs: Any) -> tuple[R_co, Any]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[..., R],
+    argnums: Literal[0] = 0,
+    has_aux: bool = False,
+    *,
+    trainable_dense: Targets = True,
+    **kwargs: Any,
+) -> ValueAndGrad[R]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[..., R],
+    argnums: int | Sequence[int],
+    has_aux: bool = False,
+    *,
+    trainable_dense: Targets = True,
+    **kwargs: Any,
+) -> Callable[..., tuple[R, Any]]: ...
+
+
 def value_and_grad(
     fun: Callable[..., R],
     argnums: int | Sequence[int] = 0,
@@ -308,14 +342,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **fun_kwargs: Any) -> Any:
-        if max(positions, default=-1) >= len(args):
-            args, fun_kwargs = _by_position(fun, args, fun_kwargs)
-        if any(not -len(args) <= i < len(args) for i in positions):
-            raise ValueError(
-                f"argnums: {argnums} is not among the {len(args)} positional arguments, nor a "
-                "parameter of the function that is given by keyword "
-                f"({', '.join(fun_kwargs) or 'none is'}). Give it by its position"
-            )
+        args, fun_kwargs = _by_position(fun, positions, args, fun_kwargs)
         slots = [slots_of(args[i]) for i in positions]
         every = [slot for own in slots for slot in own]
         flags = iter(trained(every, trainable_dense))
@@ -341,14 +368,24 @@ def value_and_grad(
     return wrapped
 
 
-def _by_position(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """Converts the arguments of a call to positional ones, if the function's signature allows it."""
-    try:
-        bound = inspect.signature(fun).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # without a signature, or for a call that does not fit it
-        return args, kwargs
-    bound.apply_defaults()
-    return bound.args, bound.kwargs
+def _by_position(
+    fun: Callable[..., Any], positions: Sequence[int], args: Any, kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call, by position if one of `positions` was given by keyword."""
+    if max(positions, default=-1) >= len(args):
+        # (A function without a signature, or a call that does not fit it, stays as it is.)
+        with contextlib.suppress(TypeError, ValueError):
+            bound = inspect.signature(fun).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
+    for i in positions:
+        if not -len(args) <= i < len(args):
+            raise ValueError(
+                f"argnums: {i} is not among the {len(args)} positional arguments, nor a parameter of "
+                f"the function that is given by keyword ({', '.join(kwargs) or 'none is'}). Give it by "
+                "its position"
+            )
+    return args, kwargs
 
 
 def _fill(grads: Tree, frozen: Tree) -> Tree:
@@ -356,6 +393,38 @@ def _fill(grads: Tree, frozen: Tree) -> Tree:
     treedef = treedef_of(frozen)
     pairs = zip(align(treedef, grads, "gradients"), slots_of(frozen), strict=True)
     return treedef.unflatten([zeros_like(s.value) if g is None else g for g, s in pairs])
+
+
+class Gradient(Protocol):
+    """The type of the result of `grad`: a tree like the first argument."""
+
+    @overload
+    def __call__(self, params: SameTree, /, *args: Any, **kwargs: Any) -> SameTree: ...
+
+    @overload
+    def __call__(self, **kwargs: Any) -> Any: ...
+
+
+@overload
+def grad(
+    fun: Callable[..., Any],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    trainable_dense: Targets = True,
+    **kwargs: Any,
+) -> Gradient: ...
+
+
+@overload
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    trainable_dense: Targets = True,
+    **kwargs: Any,
+) -> Callable[..., Any]: ...
 
 
 def grad(

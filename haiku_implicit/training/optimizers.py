@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -185,37 +185,23 @@ def _frozen(
     def init(params: Params) -> State:
         slots = slots_of(params)
         flags = list(map(all, marks_of(params, slots, True)))
-        return inner.init(_masked(treedef_of(params), flags, [slot.value for slot in slots]))
+        return inner.init(_Mask(treedef_of(params), flags, []).of(params, "params"))
 
     def update(updates: Tree, state: State, params: Params = None, **extra: Any) -> tuple[Any, Any]:
         like = updates if params is None else params
-        slots, treedef = slots_of(like), treedef_of(like)
+        slots = slots_of(like)
         marks = marks_of(like, slots, False)
-        flags, values = list(map(all, marks)), [slot.value for slot in slots]
-
-        def masked(tree: Tree, what: str) -> Tree:
-            return _masked(treedef, flags, align(treedef, tree, what))
-
-        def unmasked(fun: Callable[..., Any]) -> Callable[..., Any]:
-            """Converts a function of the parameters to a function of masked parameters."""
-
-            def of_masked(tree: Tree, *args: Any, **kwargs: Any) -> Tree:
-                own = align(treedef, tree, "params")
-                return fun(fill_slots(treedef, flags, own, values), *args, **kwargs)
-
-            return of_masked
-
-        _check_gradients(slots, marks, align(treedef, updates, "updates"))
+        mask = _Mask(treedef_of(like), list(map(all, marks)), [slot.value for slot in slots])
+        _check_gradients(slots, marks, align(mask.treedef, updates, "updates"))
         # Line searches take another gradient, and a function of the parameters.
         if "grad" in extra:
-            extra["grad"] = masked(extra["grad"], "grad")
+            extra["grad"] = mask.of(extra["grad"], "grad")
         if "value_fn" in extra:
-            extra["value_fn"] = unmasked(extra["value_fn"])
-        own = None if params is None else masked(params, "params")
+            extra["value_fn"] = mask.unmasking(extra["value_fn"])
+        own = None if params is None else mask.of(params, "params")
         with naming_lost_types(state):
-            new, state = _updated(inner, masked(updates, "updates"), state, own, extra)
-        frozen = list(map(_no_update, values))
-        return fill_slots(treedef, flags, align(treedef, new, "updates"), frozen), state
+            new, state = _updated(inner, mask.of(updates, "updates"), state, own, extra)
+        return mask.filled(new, "updates", list(map(_no_update, mask.values))), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -303,8 +289,26 @@ def _check_gradients(
             )
 
 
-def _masked(treedef: TreeDef, flags: Sequence[bool], values: Sequence[Array]) -> Tree:
-    return fill_slots(treedef, flags, values, [optax.MaskedNode()] * len(flags))
+class _Mask(NamedTuple):
+    """The slots of parameters: their structure, whether each is trained, and their values."""
+
+    treedef: TreeDef
+    flags: Sequence[bool]
+    values: Sequence[Array]
+
+    def filled(self, tree: Tree, what: str, others: Sequence[Any]) -> Tree:
+        """A tree with other values in the slots that are not trained."""
+        return fill_slots(self.treedef, self.flags, align(self.treedef, tree, what), others)
+
+    def of(self, tree: Tree, what: str) -> Tree:
+        """A masked tree, as the optimizer sees it."""
+        return self.filled(tree, what, [optax.MaskedNode()] * len(self.flags))
+
+    def unmasking(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Converts a function of parameters to a function of masked parameters."""
+        return lambda tree, *args, **kwargs: fun(
+            self.filled(tree, "params", self.values), *args, **kwargs
+        )
 
 
 def apply_updates(params: SameTree, updates: Tree) -> SameTree:

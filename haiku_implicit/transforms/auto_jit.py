@@ -9,7 +9,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -18,6 +18,17 @@ from haiku_implicit.core.bind import is_hashable
 from haiku_implicit.core.eager import BY_IDENTITY
 from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
 from haiku_implicit.core.typing import Array, Tree
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def auto_jit(fun: Callable[P, R], *, cache_size: int = 128) -> Callable[P, R]: ...
+
+
+@overload
+def auto_jit(*, cache_size: int = 128) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
@@ -265,7 +276,7 @@ def _leaf(x: Any, values: list[Array]) -> _Part:
 
 
 def _has_identity(x: Any) -> bool:
-    """Whether the hash of `x` is that of the object."""
+    """Whether `x` is hashed by its identity."""
     kind: Any = type(x)
     return kind.__hash__ is object.__hash__
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from tests import adapter_cases
 from tests.adapter_cases import CASES, M, N, R, definition, normal
 from tests.tiers import few
 
@@ -100,26 +101,13 @@ def mlp(x):
     return hk.nets.MLP([8, 4], name="mlp")(x)
 
 
-METHODS = {
-    "lora": dict(rank=2, alpha=4.0),
-    "dora": dict(rank=2, alpha=4.0),
+METHODS = adapter_cases.METHODS | {  # for weights [6, 8] and [8, 4]
     "loha": dict(rank=1),
-    "lokr": dict(rank=2),
-    "vera": dict(rank=2),
-    "ia3": dict(),
     "oft": dict(block_size=2),
     "boft": dict(block_size=2, factors=1),
-    "fourierft": dict(coefficients=5),
-    "shira": dict(entries=5),
-    "low_rank_diagonal": dict(rank=2),
-    "trained_rows": dict(ids=[1, 3]),
-    "locon": dict(rank=2, alpha=4.0),
     "vblora": dict(rank=1, num_vectors=6, vector_length=2),
-    "miss": dict(rank=2),
-    "hira": dict(rank=2),
     "c3a": dict(block_size=2),
     "gralora": dict(rank=2),
-    "randlora": dict(rank=2),
 }
 
 

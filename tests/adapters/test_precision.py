@@ -8,31 +8,14 @@ import optax
 import pytest
 
 import haiku_implicit as hki
+from tests import adapter_cases
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (4, 16)).astype(jnp.bfloat16)
 W = (jax.random.normal(jax.random.key(1), (16, 12)) / 4).astype(jnp.bfloat16)
 PARAMS = {"linear": {"w": W}}
 
-METHODS = {
-    "boft": dict(block_size=4),
-    "dora": dict(rank=2),
-    "fourierft": dict(coefficients=8),
-    "ia3": {},
-    "loha": dict(rank=2),
-    "lokr": dict(rank=2),
-    "lora": dict(rank=2),
-    "low_rank_diagonal": dict(rank=2),
-    "oft": dict(block_size=4),
-    "shira": dict(entries=10),
-    "trained_rows": dict(ids=[1, 3]),
-    "vera": dict(rank=2),
-    "miss": dict(rank=2),
-    "hira": dict(rank=2),
-    "c3a": dict(block_size=4),
-    "gralora": dict(rank=2),
-    "randlora": dict(rank=2),
-}
+METHODS = {m: own for m, own in adapter_cases.METHODS.items() if m not in ("locon", "vblora")}
 
 
 def product(params, x=X):

@@ -515,26 +515,6 @@ def test_leading_axes_in_any_order(permutation):
     close(got, dense(w).transpose(permutation))
 
 
-DENSE = {
-    "abs": jnp.abs,
-    "times itself": lambda w: w * w,
-    "times dense": lambda w: w * jnp.arange(15.0).reshape(N, M),
-    "over itself": lambda w: 2 / w,
-    "matrix axis first": lambda w: w[None].transpose(1, 0, 2),
-    "integers": lambda w: w.astype(jnp.int32),
-    "outgrown": lambda w: w[:1] + jnp.ones((N, M)),
-    "elements": lambda w: w[jnp.array([0, 1]), jnp.array([2, 1])],
-    "reshape": lambda w: w.reshape(M, N),
-    "max": lambda w: w.max(0),
-}
-
-
-@pytest.mark.usefixtures("may_be_dense")
-@pytest.mark.parametrize("name", DENSE)
-def test_falls_back(name):
-    close(hki.use_implicit_args(DENSE[name])(lora()), DENSE[name](dense(lora())))
-
-
 # --- an implicit w, shardings, the constructor ---------------------------------------------------
 
 

@@ -5,12 +5,16 @@ import difflib
 import hashlib
 import html
 import math
+import pathlib
+import string
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from haiku_implicit.mox.program.interface import Path
 from haiku_implicit.mox.show.outline import Row, totals, with_unit
 from haiku_implicit.mox.show.view import clean
+
+_TEMPLATE = pathlib.Path(__file__).with_name("page.html")
 
 
 class Colors:
@@ -85,26 +89,17 @@ def _number(path: str, x: Any) -> float:
 
 def page(root: Row, values: Mapping[str, Any] | None = None) -> str:
     """The page of an expression: see `Mox.to_html`."""
-    colors = Colors(values, root)
-    hashed = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'"
+    colors, template = Colors(values, root), _TEMPLATE.read_text(encoding="utf-8")
+    script = template.partition("<script>")[2].partition("</script>")[0]
+    hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     what = "bytes of parameters (logarithmic)" if values is None else "values"
-    legend = f"{what} {colors.text(colors.low)} <i></i> {colors.text(colors.high)}"
-    return "\n".join(
-        [
-            '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width">',
-            f"<title>Module expression</title><style>{_STYLE}</style></head><body>",
-            '<header><input id="q" type="search" placeholder="Search: name, class, primitive, a/path"',
-            ' autocomplete="off"><span id="n"></span><button id="open">Unfold all</button>',
-            f'<button id="close">Fold all</button><span class="l">{legend}</span></header>',
-            f"<p>{_escape(root.shapes)}<br>{_escape(totals(root))}</p><main>",
-            f'<div class="h">{"" if values is None else "<b>values</b>"}<b>bytes</b><b>flops</b>',
-            "<b>parameters</b></div>",
-            *_inside(root, colors, _num_open(root)),
-            f"</main><script>{_SCRIPT}</script></body></html>\n",
-        ]
+    return string.Template(template).substitute(
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'",
+        legend=f"{what} {colors.text(colors.low)} <i></i> {colors.text(colors.high)}",
+        shapes=_escape(root.shapes),
+        totals=_escape(totals(root)),
+        values="" if values is None else "<b>values</b>",
+        rows="\n".join(_inside(root, colors, _num_open(root))),
     )
 
 
@@ -172,73 +167,3 @@ def _inside(row: Row, colors: Colors, num_open: int) -> Iterator[str]:
         )
     for inner in row.rows:
         yield from _module(inner, colors, num_open - 1)
-
-
-_STYLE = """
-:root{color-scheme:light dark;--bg:#fff;--fg:#1b1f24;--soft:#57606a;--line:#d0d7de;--hit:#fff1b8;
---low:#d6e6f5;--high:#f39a6b;--kind:#0550ae}
-@media(prefers-color-scheme:dark){:root{--bg:#15191e;--fg:#e6edf3;--soft:#9aa5b1;--line:#343c45;
---hit:#5c4a00;--low:#1f3a57;--high:#a8430f;--kind:#7cb7ff}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--fg);font:14px/1.5 system-ui,sans-serif}
-header{position:sticky;top:0;z-index:1;display:flex;flex-wrap:wrap;gap:.6em;align-items:center;
-padding:.6em 1em;background:var(--bg);border-bottom:1px solid var(--line)}
-header input{flex:0 1 24em;min-width:10em}
-input,button{font:inherit;color:inherit;background:transparent;border:1px solid var(--line);
-border-radius:5px;padding:.2em .6em}
-button:hover{background:var(--line)}
-#n{color:var(--soft);min-width:5.5em}
-.l{margin-left:auto;color:var(--soft)}
-.l i{display:inline-block;width:7em;height:.7em;border-radius:3px;
-background:linear-gradient(90deg,var(--low),var(--high))}
-p{margin:.8em 1em;color:var(--soft)}
-main{padding:0 1em 2em}
-details details,details .r,details .e{margin-left:1.3em}
-summary,.p,.h{display:flex;gap:1em;border-bottom:1px solid var(--line);padding:.1em .2em}
-summary{cursor:pointer;list-style:none}
-summary::-webkit-details-marker{display:none}
-summary::before{content:"▸";width:.9em;color:var(--soft)}
-[open]>summary::before{content:"▾"}
-.p::before{content:"";width:.9em}
-summary:hover,.p:hover{background:color-mix(in srgb,var(--line) 40%,transparent)}
-summary>span,.p>span{flex:1;min-width:0;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
-em{font-style:normal;font-weight:600}
-.p em{font-weight:400}
-u{text-decoration:none;color:var(--kind)}
-s,.e{text-decoration:none;color:var(--soft);font-family:ui-monospace,monospace;font-size:12px}
-.e{padding:.1em 1.9em}
-b{flex:0 0 6.5em;font-weight:400;text-align:right;font-variant-numeric:tabular-nums}
-.h{justify-content:flex-end;color:var(--soft)}
-.v{--c:color-mix(in oklab,var(--high) calc(var(--v)*100%),var(--low))}
-.v[style]{background:linear-gradient(var(--c),var(--c)) left/calc(4% + var(--v)*96%) 85% no-repeat;
-padding-right:.3em}
-.hit>summary,.hit.p{background:var(--hit)}
-[hidden]{display:none!important}
-"""
-
-_SCRIPT = """
-"use strict";
-const rows = [...document.querySelectorAll(".r")], box = document.getElementById("q");
-const folds = rows.filter(r => r.tagName === "DETAILS");
-let before = null;
-function search() {
-  const q = box.value.trim().toLowerCase();
-  if (q && !before) before = folds.map(r => r.open);
-  if (!q && before) { folds.forEach((r, i) => { r.open = before[i]; }); before = null; }
-  const hits = q ? rows.filter(r => (q.includes("/") ? r.dataset.p : r.dataset.t).includes(q)) : [];
-  rows.forEach(r => { r.hidden = !!q; r.classList.remove("hit"); });
-  if (q) folds.forEach(r => { r.open = false; });
-  for (const hit of hits) {
-    hit.classList.add("hit");
-    hit.querySelectorAll(".r").forEach(r => { r.hidden = false; });
-    for (let r = hit; r; r = r.parentElement.closest(".r")) {
-      r.hidden = false;
-      if (r !== hit) r.open = true;
-    }
-  }
-  document.getElementById("n").textContent = q ? hits.length + " found" : "";
-}
-box.addEventListener("input", search);
-for (const [id, open] of [["open", true], ["close", false]])
-  document.getElementById(id).addEventListener("click", () => folds.forEach(r => { r.open = open; }));
-"""

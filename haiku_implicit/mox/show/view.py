@@ -223,14 +223,14 @@ def calls(root: Body) -> list[ModuleCall]:
 _CALLS = ("__call__", "")  # of a module, and of an inserted function
 
 
-def with_path(root: Body, pattern: str) -> list[Node]:
+def with_path(root: Body, pattern: str) -> list[ModuleCall]:
     """The calls of modules whose path matches a glob.
 
     Raises:
       KeyError: if no path matches.
     """
     there = calls(root)
-    found: list[Node] = [node for node in there if matches_glob(node.path, pattern)]
+    found = [node for node in there if matches_glob(node.path, pattern)]
     if not found:
         paths = list(dict.fromkeys(node.path for node in there))
         close = difflib.get_close_matches(pattern, paths) or _with_close_names(pattern, paths)
@@ -344,7 +344,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:12], *(["..."] if len(names) > 12 else [])]) or "(none)"
 
 
-def select(root: Body, what: type | Callable[[Node], Any]) -> list[Node]:
+def select(root: Body, what: type | Callable[[Node], Any]) -> Any:
     """The calls of a class of modules, or the nodes for which a function is true."""
     if isinstance(what, type):
         return [x for x in calls(root) if x.cls is not None and issubclass(x.cls, what)]

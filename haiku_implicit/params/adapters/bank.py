@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from haiku_implicit.quantized.numbers.options import is_positive_integer
 
 # The factors and the scale of all slots, or of one, by the path of their weight.
 _Slots = dict[str, tuple[jax.Array, jax.Array, jax.Array]]
+
+R = TypeVar("R")
 
 
 @register_tree_type
@@ -200,7 +202,7 @@ class AdapterBank:
         return number
 
 
-def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
+def with_bank(apply: Callable[..., R]) -> Callable[..., R]:
     """Lets each example of a batch run with its own adapter.
 
     This is `jax.vmap` of `apply` over the examples, with one gather of factors for each target; the
@@ -216,7 +218,7 @@ def with_bank(apply: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(apply)
-    def run(bank: AdapterBank, slots: Any, *args: Any) -> Any:
+    def run(bank: AdapterBank, slots: Any, *args: Any) -> R:
         slots = jnp.asarray(slots)
         if slots.ndim != 1 or not jnp.issubdtype(slots.dtype, jnp.integer):
             raise ValueError(

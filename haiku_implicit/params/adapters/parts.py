@@ -14,6 +14,7 @@ from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.matrix_view import matrix_in, matrix_of, tensor_of, with_matrix
 from haiku_implicit.core.array import (
+    ImplicitArray,
     a_half,
     check_values,
     is_implicit,
@@ -45,7 +46,7 @@ class AdapterParts:
         model, which `set_adapter` compares; empty for an adapter of unknown base.
     """
 
-    weights: dict[str, Array]
+    weights: dict[str, ImplicitArray]
     dense: dict[str, Any] = dataclasses.field(default_factory=dict)
     bases: tuple[tuple[str, str], ...] = dataclasses.field(default=(), metadata={"static": True})
 

@@ -262,17 +262,25 @@ class Frozen:
 class FrozenTransformed(Frozen, hk.Transformed):
     """An `hk.Transformed` that holds frozen parameters; see `freeze`."""
 
+    whole: hk.Transformed
+
 
 class FrozenTransformedWithState(Frozen, hk.TransformedWithState):
     """An `hk.TransformedWithState` that holds frozen parameters; see `freeze`."""
+
+    whole: hk.TransformedWithState
 
 
 class FrozenMultiTransformed(Frozen, hk.MultiTransformed):
     """An `hk.MultiTransformed` that holds frozen parameters; see `freeze`."""
 
+    whole: hk.MultiTransformed
+
 
 class FrozenMultiTransformedWithState(Frozen, hk.MultiTransformedWithState):
     """An `hk.MultiTransformedWithState` that holds frozen parameters; see `freeze`."""
+
+    whole: hk.MultiTransformedWithState
 
 
 _KINDS: dict[type, Any] = {

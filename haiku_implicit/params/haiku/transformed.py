@@ -109,7 +109,7 @@ def original_of(apply: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
     return _ORIGINALS.get(apply, apply), apply in _ORIGINALS
 
 
-# Other functions that take implicit arrays, made from those of `transform_implicit`.
+# Other functions that take implicit arrays, made from the functions of `transform_implicit`.
 _IMPLICIT: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -104,7 +104,7 @@ IQ4_NL_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69,
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_TABLE = (*_E2M1, *(-x for x in _E2M1))
 
-# bitsandbytes' own four bits: E2M1 in units of its largest number, with 1/192 in place of 1/12.
+# bitsandbytes' own four bits: E2M1 in units of its largest number, with 1/192 instead of 1/12.
 FP4_BNB_TABLE = tuple(x / 192 for x in (0, 1, 128, 192, 64, 96, 32, 48))
 
 _INT8 = np.dtype(np.int8)

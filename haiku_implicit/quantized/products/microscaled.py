@@ -62,7 +62,7 @@ def microscaled_product(
 
 
 class _Order(NamedTuple):
-    """The axes of both operands: those in both and in the result, those of one, the summed ones."""
+    """The axes of both operands: shared with the result, of one operand alone, and summed."""
 
     batch: tuple[tuple[int, int], ...]
     free: tuple[tuple[int, ...], tuple[int, ...]]
