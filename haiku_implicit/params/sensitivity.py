@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 
 from haiku_implicit.arrays.matrix_view import tensor_of
 from haiku_implicit.core import progress
-from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import text_table
 from haiku_implicit.core.predicates import Targets
@@ -205,12 +203,12 @@ def sensitivity(
     exclude: Targets | None = None,
     matrix_axes: MatrixAxesOf | None = None,
     method: str | None = None,
-    probes: int | None = None,
+    inputs: Mapping[str, jax.Array] | None = None,
 ) -> Sensitivity:
     """Measures how much the model's outputs change when one weight is quantized.
 
-    It runs the model once for each weight, format and batch, from one compiled program. With `probes`
-    it runs the model and its gradient once for each probe and batch, for any number of weights.
+    It runs the model once for each weight, format and batch, from one compiled program. A few hundred
+    tokens are enough to choose formats.
 
     Args:
       apply: `apply(params, *batch)`, the model, which need not be wrapped; its outputs are compared.
@@ -221,16 +219,16 @@ def sensitivity(
         `{'int8': dict(dtype='int8'), 'int4': dict(dtype='int4', group_size=32)}`.
       targets, exclude, matrix_axes: the weights to quantize, as for `quantize_params`.
       method: 'gptq', 'awq' or another method of `quantize_with_inputs`, which then rounds each weight
-        that has inputs in these batches. None: all weights are rounded to the nearest.
-      probes: a number of gradients of random sums of the outputs, from which all errors are estimated
-        to first order in the changes of weights. The squared errors scatter by √(2 / probes), 16 are
-        enough to choose formats. None: errors are measured.
+        that has inputs. None: all weights are rounded to the nearest.
+      inputs: for a method, what `input_moments` (or `input_maxima`) says of more batches than these.
+        None: these batches'.
 
     Returns:
       The errors, the largest first, with the methods `allocate` and `quantize` that use them.
 
     Raises:
-      ValueError: without batches or options; as `quantize_params` does for weights that do not fit.
+      ValueError: without batches or options, for inputs without a method, and as `quantize_params` does
+        for weights that do not fit.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -246,36 +244,32 @@ def sensitivity(
     given, options = [arguments_of(batch) for batch in batches], dict(options)
     if not given or not options:
         raise ValueError(f"expected batches and options, got {len(given)} and {len(options)}")
+    if inputs is not None and method is None:
+        raise ValueError("inputs: expected a method that rounds by them, such as 'gptq', got None")
     choice = trees.Choice(targets, exclude, matrix_axes=matrix_axes)
     chosen: dict[str, list[str]] = {}
     for name, own in options.items():
         # After the first one, there is no warning of stacks.
         known = choice._replace(matrix_axes=matrix_axes or {}) if chosen else choice
         chosen[name] = _chosen(params, known, own)
-    inputs: dict[str, jax.Array] = {}
-    if method is not None:
-        every = {path for own in chosen.values() for path in own}
+    every = {path for own in chosen.values() for path in own}
+    if method is not None and inputs is None:
         model = Model(apply, params, matrix_axes)
         inputs = inputs_of(parsed(method)[0].needed, model, given, every)
-    plan = Sensitivity((), options, matrix_axes, 0, method, inputs)
-    stored = {
-        name: _dense_values(plan._quantized(params, dict.fromkeys(own, name)))
-        for name, own in chosen.items()
-    }
+    plan = Sensitivity((), options, matrix_axes, 0, method, inputs or {})
+    quantized: dict[tuple[str, str], Any] = {}
+    for name, paths in chosen.items():
+        stored = _dense_values(plan._quantized(params, dict.fromkeys(paths, name)))
+        quantized |= {(path, name): stored[path] for path in paths}
     dense = _dense_values(params)
-    paths = [path for path in dense if any(path in own for own in chosen.values())]
     tensors = tree_map_with_implicit(tensor_of, params)
-    if probes is None:
-        errors = _errors(apply, tensors, given, stored, paths)
-    else:
-        errors = _probed(apply, tensors, given, stored, probes)
+    errors = _errors(apply, tensors, given, quantized)
     rows = [
-        WeightCost(path, name, error, stored[name][path].nbytes, x.nbytes, x.size)
-        for (path, name), error in errors.items()
-        for x in (dense[path],)
+        WeightCost(*key, error, quantized[key].nbytes, dense[key[0]].nbytes, dense[key[0]].size)
+        for key, error in errors.items()
     ]
     rows.sort(key=lambda row: row.error, reverse=True)
-    others = sum(x.nbytes for path, x in dense.items() if path not in paths)
+    others = sum(x.nbytes for path, x in dense.items() if path not in every)
     return dataclasses.replace(plan, rows=tuple(rows), other_nbytes=others)
 
 
@@ -295,91 +289,32 @@ def _errors(
     apply: Callable[..., Any],
     params: Params,
     batches: Sequence[tuple[Any, ...]],
-    stored: Mapping[str, Mapping[str, Any]],
-    paths: Sequence[str],
+    quantized: Mapping[tuple[str, str], Any],
 ) -> dict[tuple[str, str], float]:
     """The relative error of the outputs with one weight quantized, by its path and the option."""
 
     @jax.jit
-    def squares(params: Params, rounded: Mapping[str, Any], index: Array, batch: Any) -> Any:
-        """The sums of squares of the change of the outputs, and of the outputs."""
-
-        def exchanged(p: trees.Parameter) -> Array:
-            if p.path not in rounded:
-                return p.value
-            return jnp.where(index == paths.index(p.path), rounded[p.path], p.value)
-
-        before = apply(params, *batch)
-        after = apply(trees.map_parameters(exchanged, params), *batch)
-        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-        wide = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in pairs]
-        change = sum(jnp.square(y - x).sum() for x, y in wide)
-        return change, sum(jnp.square(x).sum() for x, _ in wide)
-
-    def sums_of(rounded: Mapping[str, Any], index: int) -> list[Any]:
-        return [squares(params, rounded, index, batch) for batch in batches]
-
-    found: dict[tuple[str, str], float] = {}
-    with progress.bar("weights", len(stored) * len(paths)) as run:
-        for name, own in stored.items():
-            dense = {p: materialize_array(own[p]) for p in paths if is_implicit(own[p])}
-            rounded = {path: dense.get(path, own[path]) for path in paths}
-            for i, path in enumerate(paths):
-                if not is_implicit(own[path]):
-                    continue
-                sums = run(path, sums_of, rounded, i)
-                change, size = (float(sum(column)) for column in zip(*sums, strict=True))
-                found[path, name] = math.sqrt(change / size) if size else math.inf
-    return found
-
-
-def _probed(
-    apply: Callable[..., Any],
-    params: Params,
-    batches: Sequence[tuple[Any, ...]],
-    stored: Mapping[str, Mapping[str, Any]],
-    probes: int,
-) -> dict[tuple[str, str], float]:
-    """`_errors` from gradients: the mean of `(vᵀ J Δw)²` over normal v is `‖J Δw‖²`."""
-    quantized = {
-        name: {path: w for path, w in own.items() if is_implicit(w)} for name, own in stored.items()
-    }
-    paths = {path for own in quantized.values() for path in own}
+    def outputs(params: Params, batch: Any) -> list[Array]:
+        return [y.astype(jnp.float32) for y in jax.tree.leaves(apply(params, *batch))]
 
     @jax.jit
-    def squares(params: Params, quantized: Any, batch: Any, key: Array) -> Any:
-        """The squares of the change of a random sum of the outputs, and of the outputs."""
-        weights = {path: w for path, w in trees.values_of(params).items() if path in paths}
+    def change(params: Params, before: Sequence[Array], batch: Any) -> Array:
+        return _squares(jax.tree.map(jnp.subtract, outputs(params, batch), before))
 
-        def outputs(weights: Mapping[str, Array]) -> list[Array]:
-            new = trees.map_parameters(lambda p: weights.get(p.path, p.value), params)
-            leaves = jax.tree.leaves(apply(new, *batch))
-            return [y.astype(jnp.float32) for y in leaves if jnp.issubdtype(y.dtype, jnp.inexact)]
+    def change_by(path: str, w: Any, before: Sequence[Array], batch: Any) -> float:
+        new = materialize_array(w)
+        one = trees.map_parameters(lambda p: new if p.path == path else p.value, params)
+        return float(change(one, before, batch))
 
-        own, gradient = jax.vjp(outputs, weights)
-        keys = jax.random.split(key, len(own))
-        (slopes,) = gradient(
-            [jax.random.normal(k, y.shape) for k, y in zip(keys, own, strict=True)]
-        )
+    changes, size = dict.fromkeys(quantized, 0.0), 0.0
+    with progress.bar("weights", len(batches) * len(quantized)) as run:
+        for batch in batches:  # the outer loop, so that the outputs of one batch are held
+            before = outputs(params, batch)
+            size += float(_squares(before))
+            for (path, name), w in quantized.items():
+                changes[path, name] += run(path, change_by, path, w, before, batch)
+    return {key: math.sqrt(x / size) if size else math.inf for key, x in changes.items()}
 
-        def change(path: str, w: Any) -> Array:
-            difference = materialize_array(w).astype(jnp.float32) - weights[path]
-            return jnp.square(jnp.vdot(slopes[path], difference))
 
-        changes = {
-            name: {path: change(path, w) for path, w in of.items()}
-            for name, of in quantized.items()
-        }
-        return changes, sum(jnp.square(y).sum() for y in own)
-
-    totals: list[Any] = []
-    with progress.bar("probes", probes * len(batches)) as run:
-        for i, batch in enumerate(itertools.chain(*itertools.repeat(batches, probes))):
-            key = jax.random.fold_in(jax.random.key(0), i)
-            totals.append(run("", squares, params, quantized, batch, key))
-    changes, size = jax.tree.map(lambda *x: float(sum(x)), *totals)
-    return {
-        (path, name): math.sqrt(change / size) if size else math.inf
-        for name, of in changes.items()
-        for path, change in of.items()
-    }
+def _squares(arrays: Iterable[Array]) -> Array:
+    return sum((jnp.square(x).sum() for x in arrays), jnp.float32(0))

@@ -48,7 +48,7 @@ def test_errors_are_those_of_one_weight_at_a_time_from_one_program(params):
         return MODEL.apply(params, x)
 
     found = hki.sensitivity(apply, params, [(x,) for x in X], OPTIONS)
-    assert len(traced) == 2  # before and after, in one program
+    assert len(traced) == 1  # before and after, from one program
     assert len(found.rows) == 6
     for row in found.rows:
         np.testing.assert_allclose(row.error, error_of(params, row.path, row.option), rtol=1e-3)
@@ -93,18 +93,6 @@ def test_formats_within_a_number_of_bytes(params):
     assert repr(chosen).startswith("Allocation(3 int8; 9.556 bits, 1,600 bytes; error ")
 
 
-def test_errors_from_gradients(params):
-    """They scatter around the measured ones, which are small enough to be of first order."""
-    options = {"int8": OPTIONS["int8"], "int6": dict(dtype="int6", group_size=16)}
-    measured = hki.sensitivity(MODEL.apply, params, X, options)
-    probed = hki.sensitivity(MODEL.apply, params, X, options, probes=200)
-    known = {row[:2]: row for row in measured.rows}
-    assert len(probed.rows) == len(known) == 6
-    for row in probed.rows:
-        assert row.nbytes == known[row[:2]].nbytes
-        np.testing.assert_allclose(row.error, known[row[:2]].error, rtol=0.25)
-
-
 def test_views_of_matrices(params):
     w = {"attention": {"w": normal((16, 2, 8))}}
     axes = {"attention/w": ([-3], [-2, -1])}
@@ -122,6 +110,8 @@ def test_views_of_matrices(params):
 def test_errors(params):
     with pytest.raises(ValueError, match="expected batches and options, got 0 and 2"):
         hki.sensitivity(MODEL.apply, params, [], OPTIONS)
+    with pytest.raises(ValueError, match="inputs: expected a method that rounds by them, .* None"):
+        hki.sensitivity(MODEL.apply, params, [X[0]], OPTIONS, inputs={})
     alone = hki.sensitivity(MODEL.apply, params, [X[0]], {"int8": OPTIONS["int8"]})
     found = hki.sensitivity(MODEL.apply, params, [(X[0],)], {"int8": OPTIONS["int8"]})
     assert found.rows == alone.rows  # a batch that is no tuple is the only argument
@@ -158,6 +148,12 @@ def test_weights_rounded_by_their_inputs(params, method):
     options = {"int4": OPTIONS["int4"]}
     found = hki.sensitivity(apply, params, xs, options, method=method)
     assert sorted(found.inputs) == WEIGHTS  # the table is looked up
+    inputs = hki.input_moments(apply, params, xs, targets=WEIGHTS)
+    of_less = hki.sensitivity(apply, params, xs[:1], options, method=method, inputs=inputs)
+    assert of_less.inputs is inputs and of_less.rows != found.rows
+    chosen = dict.fromkeys(WEIGHTS, "int4")
+    pair = found.quantize(params, chosen), of_less.quantize(params, chosen)
+    jax.tree.map(np.testing.assert_array_equal, *pair)
     chosen = dict.fromkeys([*WEIGHTS, "embed/table"], "int4")
     small = found.quantize(params, chosen)
     moments = hki.input_moments(apply, params, xs, exclude="embed/table")
