@@ -157,6 +157,7 @@ def test_casts_are_exact():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_of_other_targets(target, monkeypatch):
+    assert build.available()  # under its own prefix
     prefix = f"{build.PREFIX}trellis_{target}_"
     build.register(prefix, TARGETS[target])
     monkeypatch.setattr(build, "PREFIX", prefix)

@@ -30,15 +30,16 @@ constexpr float kUnit = 1.0f / 64;             // of numbers
 
 // --- vectors of numbers --------------------------------------------------------------------------
 
-// The windows from bit `shift` of words on; those with `shift` over 4 end in the next words.
+// The windows from bit `shift` of words on; those with `shift` over 4 end in the next words. (Products
+// shift by a number that is no constant in one operation, on each port that multiplies.)
 template <bool crosses>
 inline Words windows(Words word, Words next, int shift) {
 #if defined(HKI_AVX512)
-  const __m512i low = _mm512_srlv_epi16((__m512i)word, _mm512_set1_epi16(shift));
-  const __m512i high = crosses ? _mm512_sllv_epi16((__m512i)next, _mm512_set1_epi16(16 - shift)) : low;
-  return (Words)_mm512_ternarylogic_epi32(low, high, _mm512_set1_epi16(kStates - 1), 0xa8);
+  const __m512i power = _mm512_set1_epi16(1 << (16 - shift)), mask = _mm512_set1_epi16(kStates - 1);
+  if (!crosses) return (Words)_mm512_and_si512(_mm512_srlv_epi16((__m512i)word, _mm512_set1_epi16(shift)), mask);
+  const __m512i low = _mm512_mulhi_epu16((__m512i)word, power), high = _mm512_mullo_epi16((__m512i)next, power);
+  return (Words)_mm512_ternarylogic_epi32(low, high, mask, 0xa8);  // (low | high) & mask
 #elif defined(HKI_AVX2)
-  // (Products shift by a number that is no constant in one operation, and shifts in two.)
   const __m256i power = _mm256_set1_epi16(1 << (16 - shift)), mask = _mm256_set1_epi16(kStates - 1);
   if (!crosses) return (Words)_mm256_and_si256(_mm256_srl_epi16((__m256i)word, _mm_cvtsi32_si128(shift)), mask);
   const __m256i low = _mm256_mulhi_epu16((__m256i)word, power), high = _mm256_mullo_epi16((__m256i)next, power);
@@ -64,17 +65,20 @@ inline Words numbers(Words window) {
 #endif
 }
 
-// The words of two vectors in turns: of the first half of each 16 bytes, and of the second.
-inline void in_turns(Words a, Words b, Words* out) {
+// Takes words of two vectors in turns: of the first half of each 16 bytes, and of the second.
+inline void take_turns(Words& a, Words& b) {
 #if defined(HKI_AVX512)
-  out[0] = (Words)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
-  out[1] = (Words)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+  const __m512i low = _mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+  b = (Words)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b), a = (Words)low;
 #elif defined(HKI_AVX2)
-  out[0] = (Words)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b);
-  out[1] = (Words)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b);
+  const __m256i low = _mm256_unpacklo_epi16((__m256i)a, (__m256i)b);
+  b = (Words)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b), a = (Words)low;
 #else
-  for (int i = 0; i < kWords; ++i)
-    out[i / kLanes][i % kLanes * 2] = a[i], out[i / kLanes][i % kLanes * 2 + 1] = b[i];
+  const Words first = a, second = b;
+  for (int i = 0; i < kLanes; ++i) {
+    a[2 * i] = first[i], a[2 * i + 1] = second[i];
+    b[2 * i] = first[kLanes + i], b[2 * i + 1] = second[kLanes + i];
+  }
 #endif
 }
 
@@ -101,31 +105,41 @@ struct Matrix {
   int64_t rows, length, lanes, circle;
   int bits;
 
+  int64_t row_size() const { return bits * lanes; }
   int64_t chunks() const { return (lanes + kWords - 1) / kWords; }  // vectors of lanes
 };
 
-// Copies the words of a chunk of a row, and as one plane more the first words of the lanes that follow.
-HKI_ONCE void copy_words(const Matrix& w, int64_t row, int64_t chunk, Words* to) {
-  const int64_t first = chunk * kWords, count = std::min<int64_t>(kWords, w.lanes - first);
-  const uint16_t* from = w.words + row * w.bits * w.lanes + first;
-  for (int plane = 0; plane < w.bits; ++plane, from += w.lanes) {
-    if (count == kWords) {
-      to[plane] = load<Words>(from);
+// Copies the words of a chunk of some rows to [rows, bits + 1]: as one plane more, the first words of the
+// lanes that follow.
+HKI_ONCE void copy_words(const Matrix& w, int64_t row, int64_t rows, int64_t chunk, Words* to) {
+  const int64_t first = chunk * kWords, size = w.row_size();
+  const uint16_t* const from = w.words + row * size + first;
+  const int planes = w.bits + 1;
+  for (int plane = 0; plane < planes; ++plane) {
+    const int64_t ahead = plane == w.bits, count = w.lanes - ahead - first;
+    const uint16_t* own = ahead ? from + 1 : from + plane * w.lanes;
+    Words* own_to = to + plane;
+    if (count >= kWords) {
+      for (int64_t i = 0; i < rows; ++i) own_to[i * planes] = load<Words>(own + i * size);
     } else {
-      to[plane] = Words{};
-      std::memcpy(to + plane, from, count * sizeof *from);
+      for (int64_t i = 0; i < rows; ++i) {
+        own_to[i * planes] = Words{};
+        std::memcpy(own_to + i * planes, own + i * size, count * sizeof *own);
+      }
     }
   }
-  from -= w.bits * w.lanes;
-  uint16_t* next = reinterpret_cast<uint16_t*>(to + w.bits);
-  if (first + kWords < w.lanes) {
-    to[w.bits] = load<Words>(from + 1);
-  } else {
-    to[w.bits] = Words{};
-    std::memcpy(next, from + 1, (count - 1) * sizeof *from);
-  }
-  for (int64_t last = w.circle - 1 - first % w.circle; last < count; last += w.circle)
-    next[last] = from[last + 1 - w.circle];
+  // The last lane of a circle is followed by the first.
+  auto* const next = reinterpret_cast<uint16_t*>(to + w.bits);
+  const int64_t last = std::min<int64_t>(kWords, w.lanes - first);
+  for (int64_t end = w.circle - 1 - first % w.circle; end < last; end += w.circle)
+    for (int64_t i = 0; i < rows; ++i) next[i * planes * kWords + end] = from[i * size + end + 1 - w.circle];
+}
+
+// Asks for the words of a chunk of a row, which are needed soon. (GCC drops calls that only do this.)
+__attribute__((always_inline)) inline void prefetch(const Matrix& w, int64_t row, int64_t chunk) {
+  if (row >= w.rows) return;
+  const uint16_t* from = w.words + row * w.row_size() + chunk * kWords;
+  for (int plane = 0; plane < w.bits; ++plane) __builtin_prefetch(from + plane * w.lanes, 0, 2);
 }
 
 // The numbers of a step of the lanes, less their bias; words are as `copy_words` leaves them.
@@ -143,7 +157,7 @@ template <int bits>
 void decode_row(const Matrix& w, int64_t row, float* out) {
   for (int64_t chunk = 0; chunk < w.chunks(); ++chunk) {
     Words words[bits + 1];
-    copy_words(w, row, chunk, words);
+    copy_words(w, row, 1, chunk, words);
     const int64_t first = chunk * kWords, count = std::min<int64_t>(kWords, w.lanes - first);
     for (int step = 0; step < kSteps; ++step)
       at_step<bits>(step, [&](const auto& decoded) {
@@ -224,21 +238,25 @@ struct Pairs {
 template <int bits>
 void along_rows(const Matrix& w, const Pairs& x, int m, int64_t first, int64_t last, float* y) {
   const int64_t size = m * kSteps * kWords;
-  Words* words = reinterpret_cast<Words*>(scratch<2>((last - first) * kRowsTogether * (bits + 1) * kLanes));
-  alignas(64) Words decoded[kRowsTogether];
+  alignas(64) Words words[kRowsTogether * (bits + 1)], decoded[kRowsTogether];
   const int each = together(x.count);
   const auto run = each == 2 ? add_pairs<2> : each == 4 ? add_pairs<4> : add_pairs<8>;
   for (int64_t r = 0; r < w.rows; r += kRowsTogether) {
     const int64_t count = std::min<int64_t>(kRowsTogether, w.rows - r), pairs = (count + 3) / 4 * 2;
-    for (int64_t i = 0; i < 2 * pairs; ++i)  // (rows behind the last one are multiplied by zero)
-      for (int64_t c = first; c < last; ++c)
-        copy_words(w, std::min(r + i, w.rows - 1), c, words + ((c - first) * kRowsTogether + i) * (bits + 1));
-    for (int64_t c = first; c < last; ++c)
+    for (int64_t c = first; c < last; ++c) {
+      copy_words(w, r, count, c, words);
+      for (int64_t i = count; i < 2 * pairs; ++i)  // these are multiplied by zero
+        std::copy_n(words, bits + 1, words + i * (bits + 1));
+      // (Before they are decoded: there are fewer words than numbers.)
+      for (Words* own = words; own < words + 2 * pairs * (bits + 1); own += 2 * (bits + 1))
+        for (int plane = 0; plane <= bits; ++plane) take_turns(own[plane], own[plane + bits + 1]);
+      const bool ahead = c + 1 < last;
+      const int64_t next_row = ahead ? r : r + kRowsTogether, next_chunk = ahead ? c + 1 : first;
       for (int step = 0; step < kSteps; ++step) {
+        for (int i = 0; i < kRowsTogether / kSteps && next_chunk % 2 == 0; ++i)  // lines come in pairs
+          prefetch(w, next_row + step * (kRowsTogether / kSteps) + i, next_chunk);
         at_step<bits>(step, [&](const auto& of) {
-          const Words* own = words + (c - first) * kRowsTogether * (bits + 1);
-          for (int64_t i = 0; i < pairs; ++i, own += 2 * (bits + 1))
-            in_turns(of(own), of(own + bits + 1), decoded + 2 * i);
+          for (int64_t i = 0; i < 2 * pairs; ++i) decoded[i] = of(words + i * (bits + 1));
         });
         float* to = y + (c - first) * size + step * kWords;
         for (int k = 0; k < x.count; k += each) {
@@ -254,6 +272,7 @@ void along_rows(const Matrix& w, const Pairs& x, int m, int64_t first, int64_t l
             }
         }
       }
+    }
   }
 }
 
@@ -285,21 +304,31 @@ struct Steps {
 // y[m, first:last], the products with some rows.
 template <int bits>
 void along_sequences(const Matrix& w, const Steps& x, int m, int64_t first, int64_t last, float* y) {
+  constexpr int kRows = 16;  // that share the activations of a chunk
   const int each = together(x.count);
   const auto run = each == 2 ? add_steps<2> : each == 4 ? add_steps<4> : add_steps<8>;
-  Ints* sums = reinterpret_cast<Ints*>(scratch<2>(x.count * kLanes));
-  alignas(64) Words words[bits + 1], decoded[kSteps];
-  for (int64_t r = first; r < last; ++r) {
-    for (int i = 0; i < m; ++i) y[i * w.rows + r] = 0;
+  Ints* sums = reinterpret_cast<Ints*>(scratch<2>(kRows * x.count * kLanes));
+  alignas(64) Words words[kRows * (bits + 1)], decoded[kSteps];
+  for (int64_t r = first; r < last; r += kRows) {
+    const int64_t rows = std::min<int64_t>(kRows, last - r);
+    for (int i = 0; i < m; ++i) std::fill_n(y + i * w.rows + r, rows, 0.0f);
     for (int64_t c = 0; c < w.chunks(); ++c) {
-      if (c % kChunksTogether == 0) std::copy_n(x.biases + c / kChunksTogether * x.count, x.count, sums);
-      copy_words(w, r, c, words);
-      HKI_UNROLL
-      for (int step = 0; step < kSteps; ++step)
-        at_step<bits>(step, [&](const auto& of) { decoded[step] = of(words); });
-      for (int k = 0; k < x.count; k += each) run(decoded, x.integers + (c * x.count + k) * kSteps, sums + k);
-      if ((c + 1) % kChunksTogether == 0 || c + 1 == w.chunks())
-        for (int i = 0; i < m; ++i) y[i * w.rows + r] += sum(in_floats(sums + 2 * i, x.rows[i].unit * kUnit));
+      copy_words(w, r, rows, c, words);
+      const Words* integers = x.integers + c * x.count * kSteps;
+      const bool begins = c % kChunksTogether == 0, ahead = c + 1 < w.chunks();
+      const bool ends = (c + 1) % kChunksTogether == 0 || !ahead;
+      for (int64_t i = 0; i < rows; ++i) {
+        prefetch(w, ahead ? r + i : r + i + kRows, ahead ? c + 1 : 0);
+        Ints* own = sums + i * x.count;
+        if (begins) std::copy_n(x.biases + c / kChunksTogether * x.count, x.count, own);
+        HKI_UNROLL
+        for (int step = 0; step < kSteps; ++step)
+          at_step<bits>(step, [&](const auto& of) { decoded[step] = of(words + i * (bits + 1)); });
+        for (int k = 0; k < x.count; k += each) run(decoded, integers + k * kSteps, own + k);
+        if (!ends) continue;
+        for (int j = 0; j < m; ++j)
+          y[j * w.rows + r + i] += sum(in_floats(own + 2 * j, x.rows[j].unit * kUnit));
+      }
     }
   }
 }
