@@ -267,27 +267,31 @@ void check_integers(Matrix& w, int64_t m, bool in_groups, bool largest, std::mt1
 
 // Trellis codes of some sequences in each row, each number read from 12 bits of a circle.
 void check_trellis(int64_t bits, int64_t rows, int64_t count, int64_t steps, int64_t m, std::mt19937& random) {
-  const int64_t length = count * steps - random() % 32, own = steps * bits / 32;
-  std::vector<uint32_t> words(rows * count * own);
-  for (uint32_t& x : words) x = random();
+  const int64_t length = count * steps - random() % 32, circle = steps / 16, lanes = count * circle;
+  std::vector<uint16_t> words(rows * bits * lanes);
+  for (uint16_t& x : words) x = random();
   std::vector<float> numbers(rows * count * steps);
   std::vector<double> dense;
   for (int64_t i = 0; i < (int64_t)numbers.size(); ++i) {
-    uint32_t state = 0;
+    const int64_t row = i / (count * steps), step = i / lanes % 16, lane = i % lanes;
+    uint32_t window = 0;
     for (int64_t j = 0; j < 12; ++j) {
-      const int64_t bit = (i % steps * bits + j) % (own * 32);
-      state |= (words[i / steps * own + bit / 32] >> bit % 32 & 1) << j;
+      const int64_t bit = step * bits + j, behind = bit / (16 * bits);
+      const int64_t at = lane / circle * circle + (lane + behind) % circle, of_lane = bit % (16 * bits);
+      const uint16_t word = words[(row * bits + of_lane / 16) * lanes + at];
+      window |= (word >> of_lane % 16 & 1) << j;
     }
-    const uint32_t hash = state * 34038481u + 76625530u;
-    const int total = (hash & 255) + (hash >> 8 & 255) + (hash >> 16 & 255) + (hash >> 24);
-    dense.push_back((total / 2 - 254) / 64.0);
+    const uint32_t hash = window * (bits == 2 ? 45713 : bits == 3 ? 35409 : 32477) & 0xffff;
+    const int low = hash & 255, high = hash >> 8;
+    if (bits == 4) dense.push_back(((low + (window & 255) + 1) / 2 + (high + (window >> 8) + 1) / 2 - 195) / 64.0);
+    else dense.push_back((low + high - 255) / 64.0);
   }
   const Format format = {"trellis codes", {(int)bits, 0}, 0, 0, {}};
   const Matrix named(format, rows, length, steps, false, false, random);
   const auto call = [&](auto* kernel, std::vector<float>* x, bool along_rows, std::vector<float>& y, int64_t out) {
     Frame frame;
     if (x) frame.buffer(XLA_FFI_DataType_F32, x->data(), {1, m, (int64_t)x->size() / m}, false);
-    frame.buffer(XLA_FFI_DataType_U32, words.data(), {1, rows, count * own}, false);
+    frame.buffer(XLA_FFI_DataType_U16, words.data(), {1, rows, bits * lanes}, false);
     frame.buffer(XLA_FFI_DataType_F32, y.data(), {1, (int64_t)y.size() / out, out}, true);
     frame.number<int64_t>("bits", bits);
     frame.number<int64_t>("steps", steps);

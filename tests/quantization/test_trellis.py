@@ -38,30 +38,35 @@ def quantized(dtype="trellis3", shape=(96, 64), seed=0, **options):
 @BITS
 @pytest.mark.parametrize("length", [4, 576])
 def test_decoded_by_the_definition(bits, length):
-    """Each number is 1MAD's of the 12 bits from its first on, in a circle of bits for each sequence."""
+    """Each number is of the 12 bits from its first on, in a circle of bits for each sequence."""
     count, steps = trellis.sequences(length)
-    words = np.random.default_rng(0).integers(0, 2**32, (3, count * steps * bits // 32), np.uint32)
+    lanes = count * steps // 16
+    words = np.random.default_rng(0).integers(0, 2**16, (3, bits * lanes), np.uint16)
     found = hki.materialize(hki.TrellisMatrix(jnp.asarray(words), length, bits))
-    numbers = []
-    for row in words:
-        for circle in row.reshape(count, -1):
-            stream = sum(int(word) << 32 * i for i, word in enumerate(circle))
-            stream |= stream << 32 * len(circle)
+    factor, mixed, bias, _ = trellis.CODES[bits]
+    expected = np.empty((3, 16, lanes))
+    for row, numbers in zip(words, expected, strict=True):
+        for circle in range(count):
+            own = slice(circle * steps // 16, (circle + 1) * steps // 16)
+            stream = row.reshape(bits, lanes)[:, own].T.tobytes()
+            stream = int.from_bytes(stream + stream, "little")
             for i in range(steps):
-                state = stream >> i * bits & 4095
-                product = (state * 34038481 + 76625530) % 2**32
-                numbers.append((sum(product.to_bytes(4, "little")) // 2 - 254) / 64)
-    expected = np.reshape(numbers, (3, -1))[:, :length]
-    np.testing.assert_array_equal(found, expected)
+                window = (stream >> i * bits & 4095).to_bytes(2, "little")
+                pair = (int.from_bytes(window, "little") * factor % 2**16).to_bytes(2, "little")
+                if mixed:
+                    pair = [(x + y + 1) // 2 for x, y in zip(pair, window, strict=True)]
+                numbers[i % 16, own.start + i // 16] = (sum(pair) - bias) / 64
+    np.testing.assert_array_equal(found, expected.reshape(3, -1)[:, :length])
 
 
 @BITS
 def test_error_of_normal_numbers(bits):
     """Near the bound 2^-bits, where codes for single numbers have .34, .19 and .10."""
     w = normal((16, 512))
-    q = hki.TrellisMatrix.encode(w * trellis.RMS, bits)
+    rms = trellis.CODES[bits].rms
+    q = hki.TrellisMatrix.encode(w * rms, bits)
     assert q.nbytes * 8 == bits * w.size
-    error = float(jnp.std(hki.materialize(q) / trellis.RMS - w))
+    error = float(jnp.std(hki.materialize(q) / rms - w))
     assert error < {2: 0.276, 3: 0.142, 4: 0.074}[bits]
 
 
@@ -152,6 +157,7 @@ def test_casts_are_exact():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_of_other_targets(target, monkeypatch):
+    assert build.available()  # under its own prefix
     prefix = f"{build.PREFIX}trellis_{target}_"
     build.register(prefix, TARGETS[target])
     monkeypatch.setattr(build, "PREFIX", prefix)
@@ -167,7 +173,7 @@ def test_kernels(bits):
     rng = np.random.default_rng(bits)
     for rows, length, m in ((5, 4, 1), (17, 96, 3), (33, 576, 14)):
         count, steps = trellis.sequences(length)
-        words = rng.integers(0, 2**32, (2, rows, count * steps * bits // 32), np.uint32)
+        words = rng.integers(0, 2**16, (2, rows, count * steps * bits // 16), np.uint16)
         decode = functools.partial(trellis.decode, bits=bits, steps=steps)
         kernel = functools.partial(native.trellis_decode, bits=bits, steps=steps)
         numbers = jax.jit(decode)(words)

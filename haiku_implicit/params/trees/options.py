@@ -255,10 +255,12 @@ class QuantizeOptions:
         wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
         largest = jnp.abs(wide).max(-2, keepdims=True)
         largest = jnp.where(largest == 0, 1, largest)  # (the squares may overflow)
-        scale = jnp.sqrt(((wide / largest) ** 2).mean(-2)) * (largest[..., 0, :] / trellis.RMS)
+        bits = trellis.BITS[self.dtype]
+        rms = trellis.CODES[bits].rms
+        scale = jnp.sqrt(((wide / largest) ** 2).mean(-2)) * (largest[..., 0, :] / rms)
         scale = scale.astype(jnp.bfloat16)
         numbers = wide / jnp.where(scale == 0, 1, scale).astype(wide.dtype)[..., None, :]
-        codes = trellis.TrellisMatrix.encode(numbers, trellis.BITS[self.dtype], moments, w.dtype)
+        codes = trellis.TrellisMatrix.encode(numbers, bits, moments, w.dtype)
         if moments is not None:
             best = channel_scales.fitted(numbers, codes.materialize().astype(wide.dtype), moments)
             scale = (scale * best).astype(scale.dtype)

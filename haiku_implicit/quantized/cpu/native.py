@@ -1,7 +1,7 @@
 """The product with a quantized matrix on CPUs: the conditions on operands, and calls of native kernels.
 
 `QuantizedMatmul` decodes the matrix and multiplies floats, `IntegerMatmul` multiplies integer codes
-with activations rounded to int8. `TrellisMatmul` decodes trellis codes and multiplies floats,
+with activations rounded to int8. `TrellisMatmul` decodes trellis codes and multiplies integers,
 `TrellisDecode` decodes them, and `TrellisEncode` makes them. `build` compiles them.
 """
 
@@ -153,7 +153,7 @@ def _trellis_matmul(x: jax.Array, q: Any, order: Order) -> Any:
 
 def trellis_decode(words: jax.Array, *, bits: int, steps: int) -> Any:
     """Returns the numbers of words, as `types.trellis.decode` does."""
-    shape = (*words.shape[:-1], words.shape[-1] * 32 // bits)
+    shape = (*words.shape[:-1], words.shape[-1] * 16 // bits)
     out = compat.struct(shape, jnp.float32, like=(words,))
     run = jax.ffi.ffi_call(build.PREFIX + "TrellisDecode", out)
     return run(words, bits=np.int64(bits), steps=np.int64(steps))
@@ -165,8 +165,8 @@ def trellis_encoder(bits: int, steps: int) -> Callable[..., Any] | None:
         return None
 
     def call(w: jax.Array, factor: jax.Array) -> Any:
-        shape = (*w.shape[:-1], w.shape[-1] * bits // 32)
-        out = compat.struct(shape, jnp.uint32, like=(w, factor))
+        shape = (*w.shape[:-1], w.shape[-1] * bits // 16)
+        out = compat.struct(shape, jnp.uint16, like=(w, factor))
         run = jax.ffi.ffi_call(build.PREFIX + "TrellisEncode", out, vmap_method="broadcast_all")
         return run(w, factor, bits=np.int64(bits), steps=np.int64(steps))
 

@@ -29,14 +29,14 @@ class Encoder {
  public:
   Encoder() {
     for (int s = 0; s < kStates; ++s) {
-      values_[s] = value_of(s);
+      values_[s] = value_of<bits>(s);
       const int branch = s / kShared, rest = s % kShared;
       ordered_[((rest % kBranches) * kBranches + branch) * kQuarter + rest / kBranches] = values_[s];
     }
   }
 
   // The codes of `length` numbers, whose end meets their beginning, and the values of the codes.
-  void encode(const float* w, int64_t length, uint32_t* words, float* found) {
+  void encode(const float* w, int64_t length, uint16_t* words, float* found) {
     // How the ends meet, as if numbers farther away did not matter.
     const int64_t near = std::min(kOverlap, length / 2);
     costs_.resize((length + 1) * kShared);
@@ -98,9 +98,9 @@ class Encoder {
     return best;
   }
 
-  static void put(uint32_t* words, int64_t at, uint32_t code) {
-    words[at / 32] |= code << at % 32;
-    if (at % 32 + bits > 32) words[at / 32 + 1] |= code >> (32 - at % 32);
+  static void put(uint16_t* words, int64_t at, uint32_t code) {
+    words[at / 16] |= code << at % 16;
+    if (at % 16 + bits > 16) words[at / 16 + 1] |= code >> (16 - at % 16);
   }
 
   alignas(64) float values_[kStates];
@@ -112,7 +112,7 @@ class Encoder {
 struct Columns {
   const float* w;       // the first row's
   const float* factor;  // [rows, rows], or null: rows do not take up errors
-  uint32_t* words;
+  uint16_t* words;
   int64_t rows, length, stride, words_stride;
 };
 
@@ -152,13 +152,13 @@ void trellis_encode(const Call& call) {
   const int64_t columns = w.shape.back(), rows = w.shape[w.shape.size - 2];
   const int64_t batch = w.size() / std::max<int64_t>(1, rows * columns), count = columns / length;
   const auto run = bits == 2 ? encode<2> : bits == 3 ? encode<3> : encode<4>;
-  const int64_t stride = columns * bits / 32;
+  const int64_t stride = columns * bits / 16;
   const Team team{worthwhile(call.threads(), w.size() << 10)};
   team.each(batch * count, [&](int64_t task) {
     const int64_t b = task / count, at = task % count * length;
     run({w.floats() + b * rows * columns + at,
          factor.size() ? factor.floats() + b * rows * rows : nullptr,
-         static_cast<uint32_t*>(words.data) + b * rows * stride + at * bits / 32, rows, length, columns,
+         static_cast<uint16_t*>(words.data) + b * rows * stride + at * bits / 16, rows, length, columns,
          stride});
   });
 }

@@ -9,14 +9,30 @@ namespace {
 
 constexpr int kWindow = 12;  // bits that a number depends on
 constexpr int kStates = 1 << kWindow;
-constexpr uint32_t kFactor = 34038481, kAdded = 76625530;
+constexpr int kSteps = 16;  // numbers in each lane, which is as many words as a number has bits
 
-// The number of a state: 1MAD (QTIP, arXiv:2406.11235).
-inline float value_of(uint32_t state) {
-  const uint32_t hash = state * kFactor + kAdded;
-  int sum = 0;
-  for (int i = 0; i < 32; i += 8) sum += hash >> i & 255;
-  return (sum / 2 - 254) / 64.0f;
+// How the windows of codes become integers; numbers are 64ths of these, less the bias.
+struct Code {
+  uint16_t factor;
+  bool mixed;  // with the bytes of the window itself
+  int bias;
+};
+
+constexpr Code code_of(int bits) {
+  return bits == 2 ? Code{45713, false, 255} : bits == 3 ? Code{35409, false, 255} : Code{32477, true, 195};
+}
+
+// The integer of a window, before its bias is subtracted.
+template <int bits>
+inline int integer_of(int window) {
+  constexpr Code code = code_of(bits);
+  const int hash = (uint16_t)(window * code.factor), low = hash & 255, high = hash >> 8;
+  return code.mixed ? (low + (window & 255) + 1) / 2 + (high + (window >> 8) + 1) / 2 : low + high;
+}
+
+template <int bits>
+inline float value_of(int window) {
+  return (integer_of<bits>(window) - code_of(bits).bias) / 64.0f;
 }
 
 }  // namespace

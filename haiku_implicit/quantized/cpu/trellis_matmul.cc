@@ -1,13 +1,15 @@
 // Products of dense activations with trellis codes (`types/trellis.py`), and their numbers, for XLA on CPUs.
 //
-// A matrix W[rows, length] has, in each row, sequences of numbers. Two products, in float32:
+// A matrix W[rows, length] has, in each row, lanes of 16 numbers. Two products, in float32:
 //   along the sequences:   y[m, row] = sum over k of x[m, k] * W[row, k]
 //   along the rows:        y[m, k]   = sum over rows of x[m, row] * W[row, k]
 //
-// Each number is a function of the 12 bits from its first bit on, so that vectors of numbers are decoded
-// in registers, and multiplied at once. A unit is 32 numbers: 2, 3 or 4 words, and the bits after them.
+// The words of lanes are next to each other, and so are the numbers of one step of the lanes. So a vector
+// of words is a vector of windows after two shifts, and numbers, integers of 16 bits, after a product.
+// Activations become two integers of 16 bits each (`Activations`), as exact as float32, and sums have 32.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -18,224 +20,403 @@
 
 namespace {
 
-constexpr int kUnit = 32;                // numbers
-constexpr int kOfUnit = kUnit / kLanes;  // vectors of them
-constexpr int kTogether = 8;             // rows whose products are summed before they are added to others
-constexpr float kScale = 1.0f / 128;     // of the integers that are decoded
+typedef uint16_t Words __attribute__((vector_size(kLanes * 4)));
+
+constexpr int kWords = 2 * kLanes;             // in a vector
+constexpr int kRowsTogether = 64;              // that are decoded before they are multiplied
+constexpr int kLargest = kRegisters / 4;       // rows of integers that are multiplied together
+constexpr int kChunksTogether = 8;             // 256 products in each sum: no more fit 32 bits
+constexpr float kUnit = 1.0f / 64;             // of numbers
 
 // --- vectors of numbers --------------------------------------------------------------------------
 
-#if defined(HKI_AVX512) || defined(HKI_AVX2)
+// The windows from bit `shift` of words on; those with `shift` over 4 end in the next words. (Products
+// shift by a number that is no constant in one operation, on each port that multiplies.)
+template <bool crosses>
+inline Words windows(Words word, Words next, int shift) {
 #if defined(HKI_AVX512)
-typedef __m512i Vector;
-
-template <int bytes>
-inline Vector repeat(const uint8_t* p) {
-  if constexpr (bytes == 8) return _mm512_set1_epi64(load<int64_t>(p));
-  return _mm512_broadcast_i32x4(load<__m128i>(p));
-}
-inline Vector windows(Vector x, Vector places, Vector shifts) {
-  x = _mm512_srlv_epi32(_mm512_shuffle_epi8(x, places), shifts);
-  return _mm512_and_si512(x, _mm512_set1_epi32(kStates - 1));
-}
-inline Floats numbers(Vector x) {
-  x = _mm512_add_epi32(_mm512_mullo_epi32(x, _mm512_set1_epi32(kFactor)), _mm512_set1_epi32(kAdded));
-#if defined(__AVX512VNNI__)
-  x = _mm512_dpbusd_epi32(_mm512_set1_epi32(-508), x, _mm512_set1_epi8(1));
+  const __m512i power = _mm512_set1_epi16(1 << (16 - shift)), mask = _mm512_set1_epi16(kStates - 1);
+  if (!crosses) return (Words)_mm512_and_si512(_mm512_srlv_epi16((__m512i)word, _mm512_set1_epi16(shift)), mask);
+  const __m512i low = _mm512_mulhi_epu16((__m512i)word, power), high = _mm512_mullo_epi16((__m512i)next, power);
+  return (Words)_mm512_ternarylogic_epi32(low, high, mask, 0xa8);  // (low | high) & mask
+#elif defined(HKI_AVX2)
+  const __m256i power = _mm256_set1_epi16(1 << (16 - shift)), mask = _mm256_set1_epi16(kStates - 1);
+  if (!crosses) return (Words)_mm256_and_si256(_mm256_srl_epi16((__m256i)word, _mm_cvtsi32_si128(shift)), mask);
+  const __m256i low = _mm256_mulhi_epu16((__m256i)word, power), high = _mm256_mullo_epi16((__m256i)next, power);
+  return (Words)_mm256_and_si256(_mm256_or_si256(low, high), mask);
 #else
-  x = _mm512_madd_epi16(_mm512_maddubs_epi16(x, _mm512_set1_epi8(1)), _mm512_set1_epi16(1));
-  x = _mm512_sub_epi32(x, _mm512_set1_epi32(508));
+  return (crosses ? word >> shift | next << (16 - shift) : word >> shift) & (uint16_t)(kStates - 1);
 #endif
-  return (Floats)_mm512_cvtepi32_ps(_mm512_and_si512(x, _mm512_set1_epi32(-2)));
 }
-#else
-typedef __m256i Vector;
 
-template <int bytes>
-inline Vector repeat(const uint8_t* p) {
-  if constexpr (bytes == 8) return _mm256_set1_epi64x(load<int64_t>(p));
-  return _mm256_broadcastsi128_si256(load<__m128i>(p));
-}
-inline Vector windows(Vector x, Vector places, Vector shifts) {
-  x = _mm256_srlv_epi32(_mm256_shuffle_epi8(x, places), shifts);
-  return _mm256_and_si256(x, _mm256_set1_epi32(kStates - 1));
-}
-inline Floats numbers(Vector x) {
-  x = _mm256_add_epi32(_mm256_mullo_epi32(x, _mm256_set1_epi32(kFactor)), _mm256_set1_epi32(kAdded));
-  x = _mm256_madd_epi16(_mm256_maddubs_epi16(x, _mm256_set1_epi8(1)), _mm256_set1_epi16(1));
-  x = _mm256_sub_epi32(x, _mm256_set1_epi32(508));
-  return (Floats)_mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(-2)));
-}
-#endif
-
-// Decodes the vectors of a unit, over `kScale`.
 template <int bits>
-struct Trellis {
-  static constexpr int kLoaded = (kLanes - 1) * bits / 8 + 4 > 8 ? 16 : 8;
-  static constexpr int kBytes = kUnit * bits / 8, kRead = kBytes - kLanes * bits / 8 + kLoaded;
-  static_assert(kRead <= 2 * kBytes);  // the last unit but one reads no further than its sequence
-  Vector places, shifts;
-
-  Trellis() {
-    alignas(64) uint8_t at[kLanes * 4];
-    alignas(64) uint32_t by[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      by[i] = i * bits % 8;
-      for (int j = 0; j < 4; ++j) at[4 * i + j] = i * bits / 8 + j;
-    }
-    places = load<Vector>(at), shifts = load<Vector>(by);
-  }
-
-  Floats operator()(const uint8_t* p, int v) const {
-    return numbers(windows(repeat<kLoaded>(p + v * (kLanes * bits / 8)), places, shifts));
-  }
-};
+inline Words numbers(Words window) {
+  constexpr Code code = code_of(bits);
+  const Words hash = window * code.factor;
+#if defined(HKI_AVX512)
+  const __m512i bytes = code.mixed ? _mm512_avg_epu8((__m512i)hash, (__m512i)window) : (__m512i)hash;
+  return (Words)_mm512_maddubs_epi16(bytes, _mm512_set1_epi8(1));
+#elif defined(HKI_AVX2)
+  const __m256i bytes = code.mixed ? _mm256_avg_epu8((__m256i)hash, (__m256i)window) : (__m256i)hash;
+  return (Words)_mm256_maddubs_epi16(bytes, _mm256_set1_epi8(1));
 #else
-template <int bits>
-struct Trellis {
-  static constexpr int kBytes = kUnit * bits / 8, kRead = kBytes + 4;
-  float values[kStates];
-
-  Trellis() {
-    for (int s = 0; s < kStates; ++s) values[s] = value_of(s) / kScale;
-  }
-
-  Floats operator()(const uint8_t* p, int v) const {
-    Floats found;
-    for (int i = 0; i < kLanes; ++i) {
-      const int first = (v * kLanes + i) * bits;
-      found[i] = values[load<uint32_t>(p + first / 8) >> first % 8 & (kStates - 1)];
-    }
-    return found;
-  }
-};
+  const Words low = hash & 255, high = hash >> 8;
+  return code.mixed ? (low + (window & 255) + 1) / 2 + (high + (window >> 8) + 1) / 2 : low + high;
 #endif
+}
 
-// The matrix. (Its bytes have no more than the last unit's after them.)
+// Takes words of two vectors in turns: of the first half of each 16 bytes, and of the second.
+inline void take_turns(Words& a, Words& b) {
+#if defined(HKI_AVX512)
+  const __m512i low = _mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+  b = (Words)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b), a = (Words)low;
+#elif defined(HKI_AVX2)
+  const __m256i low = _mm256_unpacklo_epi16((__m256i)a, (__m256i)b);
+  b = (Words)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b), a = (Words)low;
+#else
+  const Words first = a, second = b;
+  for (int i = 0; i < kLanes; ++i) {
+    a[2 * i] = first[i], a[2 * i + 1] = second[i];
+    b[2 * i] = first[kLanes + i], b[2 * i + 1] = second[kLanes + i];
+  }
+#endif
+}
+
+// Adds the products of pairs of integers of 16 bits.
+inline Ints add_products(Ints sums, Words a, Words b) {
+#if defined(HKI_AVX512) && defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif defined(HKI_AVX512)
+  return sums + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(HKI_AVX2)
+  return sums + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  for (int i = 0; i < 2 * kLanes; ++i)  // (unsigned: what overflows on the way comes back)
+    sums[i / 2] = (uint32_t)sums[i / 2] + (uint32_t)((int16_t)a[i] * (int16_t)b[i]);
+  return sums;
+#endif
+}
+
+// --- words ---------------------------------------------------------------------------------------
+
+// The matrix: words [rows, bits, lanes]. The lanes of a sequence are a circle.
 struct Matrix {
-  const uint8_t* words;
-  int64_t rows, length, steps, row_bytes;
+  const uint16_t* words;
+  int64_t rows, length, lanes, circle;
+  int bits;
 
-  int64_t sequences() const { return (length + steps - 1) / steps; }
+  int64_t row_size() const { return bits * lanes; }
+  int64_t chunks() const { return (lanes + kWords - 1) / kWords; }  // vectors of lanes
 };
 
-// The last unit of a sequence, which the first bytes of the sequence follow.
-template <int bits>
-struct Last {
-  alignas(16) uint8_t bytes[Trellis<bits>::kRead];
-
-  Last(const uint8_t* sequence, int64_t steps) {
-    constexpr int own = Trellis<bits>::kBytes;
-    std::memcpy(bytes, sequence + steps * bits / 8 - own, own);
-    std::memcpy(bytes + own, sequence, std::min<int>(4, sizeof bytes - own));
-  }
-};
-
-// --- products ------------------------------------------------------------------------------------
-
-// y[M, first * steps ...] of some sequences; x is [rows, M], y rows are `stride` apart.
-template <int bits, int M>
-void along_rows(const Matrix& w, const float* x, int64_t first, int64_t last, float* y, int64_t stride) {
-  static const Trellis<bits> vector;
-  constexpr int kBytes = Trellis<bits>::kBytes;
-  const int64_t bytes = w.steps * bits / 8, units = w.steps / kUnit;
-  for (int64_t r = 0; r < w.rows; r += kTogether) {
-    const int64_t count = std::min<int64_t>(kTogether, w.rows - r);
-    const float* own_x = x + r * M;
-    const auto add = [&](const uint8_t* p, int64_t apart, float* to) {
-      for (int v = 0; v < kOfUnit; ++v, to += kLanes) {
-        Floats sums[M] = {};
-        for (int64_t i = 0; i < count; ++i) {
-          const Floats numbers = vector(p + i * apart, v);
-          HKI_UNROLL
-          for (int m = 0; m < M; ++m) sums[m] += numbers * own_x[i * M + m];
-        }
-        HKI_UNROLL
-        for (int m = 0; m < M; ++m) store(to + m * stride, load<Floats>(to + m * stride) + sums[m]);
+// Copies the words of a chunk of some rows to [rows, bits + 1]: as one plane more, the first words of the
+// lanes that follow.
+HKI_ONCE void copy_words(const Matrix& w, int64_t row, int64_t rows, int64_t chunk, Words* to) {
+  const int64_t first = chunk * kWords, size = w.row_size();
+  const uint16_t* const from = w.words + row * size + first;
+  const int planes = w.bits + 1;
+  for (int plane = 0; plane < planes; ++plane) {
+    const int64_t ahead = plane == w.bits, count = w.lanes - ahead - first;
+    const uint16_t* own = ahead ? from + 1 : from + plane * w.lanes;
+    Words* own_to = to + plane;
+    if (count >= kWords) {
+      for (int64_t i = 0; i < rows; ++i) own_to[i * planes] = load<Words>(own + i * size);
+    } else {
+      for (int64_t i = 0; i < rows; ++i) {
+        own_to[i * planes] = Words{};
+        std::memcpy(own_to + i * planes, own + i * size, count * sizeof *own);
       }
-    };
-    for (int64_t s = first; s < last; ++s) {
-      const uint8_t* p = w.words + r * w.row_bytes + s * bytes;
-      float* to = y + (s - first) * w.steps;
-      for (int64_t u = 0; u + 1 < units; ++u, to += kUnit) add(p + u * kBytes, w.row_bytes, to);
-      alignas(16) uint8_t ends[kTogether * 32];
-      for (int64_t i = 0; i < count; ++i) {
-        const Last<bits> end(p + i * w.row_bytes, w.steps);
-        std::memcpy(ends + i * 32, end.bytes, sizeof end.bytes);
-      }
-      add(ends, 32, to);
     }
+  }
+  // The last lane of a circle is followed by the first.
+  auto* const next = reinterpret_cast<uint16_t*>(to + w.bits);
+  const int64_t last = std::min<int64_t>(kWords, w.lanes - first);
+  for (int64_t end = w.circle - 1 - first % w.circle; end < last; end += w.circle)
+    for (int64_t i = 0; i < rows; ++i) next[i * planes * kWords + end] = from[i * size + end + 1 - w.circle];
+}
+
+// Asks for the words of a chunk of a row, which are needed soon. (GCC drops calls that only do this.)
+__attribute__((always_inline)) inline void prefetch(const Matrix& w, int64_t row, int64_t chunk) {
+  if (row >= w.rows) return;
+  const uint16_t* from = w.words + row * w.row_size() + chunk * kWords;
+  for (int plane = 0; plane < w.bits; ++plane) __builtin_prefetch(from + plane * w.lanes, 0, 2);
+}
+
+// The numbers of a step of the lanes, less their bias; words are as `copy_words` leaves them.
+template <int bits, typename Function>
+inline void at_step(int step, const Function& function) {
+  const int plane = step * bits / 16, shift = step * bits % 16;
+  if (shift > 16 - kWindow)
+    function([=](const Words* w) { return numbers<bits>(windows<true>(w[plane], w[plane + 1], shift)); });
+  else
+    function([=](const Words* w) { return numbers<bits>(windows<false>(w[plane], w[plane], shift)); });
+}
+
+// Writes the numbers of a row.
+template <int bits>
+void decode_row(const Matrix& w, int64_t row, float* out) {
+  for (int64_t chunk = 0; chunk < w.chunks(); ++chunk) {
+    Words words[bits + 1];
+    copy_words(w, row, 1, chunk, words);
+    const int64_t first = chunk * kWords, count = std::min<int64_t>(kWords, w.lanes - first);
+    for (int step = 0; step < kSteps; ++step)
+      at_step<bits>(step, [&](const auto& decoded) {
+        const Words found = decoded(words);
+        float* to = out + step * w.lanes + first;
+        for (int64_t i = 0; i < count; ++i) to[i] = (found[i] - code_of(bits).bias) * kUnit;
+      });
   }
 }
 
-// y[M, first:last]; x is [M, sequences * steps].
-template <int bits, int M>
-void along_sequences(const Matrix& w, const float* x, int64_t first, int64_t last, float* y) {
-  static const Trellis<bits> vector;
-  constexpr int kBytes = Trellis<bits>::kBytes, kSums = M * 2 > kRegisters / 2 ? 1 : 2;
-  const int64_t bytes = w.steps * bits / 8, count = w.sequences(), length = count * w.steps;
-  for (int64_t r = first; r < last; ++r) {
-    Floats sums[M][kSums] = {};
-    const float* own_x = x;
-    const auto add = [&](const uint8_t* p) {
+// --- activations ---------------------------------------------------------------------------------
+
+// One row of activations as `unit * (65536 * high + low)`, which has 30 bits of the largest. A pair of
+// rows of integers stands for it; there may be rows of zeros behind them.
+struct Activations {
+  float unit;
+  bool finite;
+
+  Activations() = default;
+  Activations(const float* x, int64_t count) : finite(true) {
+    float largest = 0;
+    for (int64_t i = 0; i < count; ++i) finite &= std::isfinite(x[i]), largest = std::max(largest, std::abs(x[i]));
+    int exponent = 0;
+    std::frexp(finite ? largest : 0, &exponent);
+    unit = std::ldexp(1.0f, std::max(exponent, -80) - 30);
+  }
+
+  int32_t whole(float x) const { return finite ? (int32_t)std::rint(x * (1 / unit)) : 0; }
+};
+
+// The integers of some rows.
+inline int16_t high(int32_t x) { return x + 32768 >> 16; }
+inline int16_t low(int32_t x) { return x - high(x) * 65536; }
+
+inline Floats in_floats(const Ints* pair, float unit) {
+  const Floats high = __builtin_convertvector(pair[0], Floats), low = __builtin_convertvector(pair[1], Floats);
+  return (high * 65536 + low) * unit;
+}
+
+// How many rows of integers are multiplied together, of `count` all in all.
+inline int together(int count) { return count == 2 ? 2 : std::min(count <= 4 ? 4 : 8, kLargest); }
+
+// --- products along the rows ---------------------------------------------------------------------
+
+// Adds products of pairs of numbers of two rows; x is [pairs, stride], of pairs of integers.
+template <int K>
+HKI_ONCE void add_pairs(const Words* decoded, int64_t pairs, const int32_t* x, int64_t stride, Ints* out) {
+  constexpr int kApart = K == 2 ? 2 : 1;  // sums that do not wait for each other
+  Ints sums[kApart][K][2] = {};
+  for (int64_t i = 0; i < pairs; i += kApart) {
+    HKI_UNROLL
+    for (int j = 0; j < kApart; ++j) {
+      const Words first = decoded[2 * (i + j)], second = decoded[2 * (i + j) + 1];
       HKI_UNROLL
-      for (int v = 0; v < kOfUnit; ++v, own_x += kLanes) {
-        const Floats numbers = vector(p, v);
-        HKI_UNROLL
-        for (int m = 0; m < M; ++m) sums[m][v % kSums] += numbers * load<Floats>(own_x + m * length);
+      for (int k = 0; k < K; ++k) {
+        const Words own = (Words)(Ints{} + x[(i + j) * stride + k]);
+        sums[j][k][0] = add_products(sums[j][k][0], first, own);
+        sums[j][k][1] = add_products(sums[j][k][1], second, own);
       }
-    };
-    for (int64_t s = 0; s < count; ++s) {
-      const uint8_t* p = w.words + r * w.row_bytes + s * bytes;
-      for (int64_t u = 0; u + 1 < w.steps / kUnit; ++u) add(p + u * kBytes);
-      add(Last<bits>(p, w.steps).bytes);
     }
-    for (int m = 0; m < M; ++m) y[m * w.rows + r] = sum(kSums == 2 ? sums[m][0] + sums[m][1] : sums[m][0]);
+  }
+  for (int k = 0; k < K; ++k)
+    for (int half = 0; half < 2; ++half) {
+      out[half * K + k] += sums[0][k][half];
+      if (kApart == 2) out[half * K + k] += sums[1][k][half];
+    }
+}
+
+// One row of activations, or more, as the kernel reads them.
+struct Pairs {
+  const Activations* rows;
+  const int32_t* integers;  // [pairs, count]
+  const int32_t* biases;    // [blocks of rows, count]
+  int count;                // of rows of integers
+};
+
+// Adds to y[chunk, m, step, 2, kLanes], the products of some chunks.
+template <int bits>
+void along_rows(const Matrix& w, const Pairs& x, int m, int64_t first, int64_t last, float* y) {
+  const int64_t size = m * kSteps * kWords;
+  alignas(64) Words words[kRowsTogether * (bits + 1)], decoded[kRowsTogether];
+  const int each = together(x.count);
+  const auto run = each == 2 ? add_pairs<2> : each == 4 ? add_pairs<4> : add_pairs<8>;
+  for (int64_t r = 0; r < w.rows; r += kRowsTogether) {
+    const int64_t count = std::min<int64_t>(kRowsTogether, w.rows - r), pairs = (count + 3) / 4 * 2;
+    for (int64_t c = first; c < last; ++c) {
+      copy_words(w, r, count, c, words);
+      for (int64_t i = count; i < 2 * pairs; ++i)  // these are multiplied by zero
+        std::copy_n(words, bits + 1, words + i * (bits + 1));
+      // (Before they are decoded: there are fewer words than numbers.)
+      for (Words* own = words; own < words + 2 * pairs * (bits + 1); own += 2 * (bits + 1))
+        for (int plane = 0; plane <= bits; ++plane) take_turns(own[plane], own[plane + bits + 1]);
+      const bool ahead = c + 1 < last;
+      const int64_t next_row = ahead ? r : r + kRowsTogether, next_chunk = ahead ? c + 1 : first;
+      for (int step = 0; step < kSteps; ++step) {
+        for (int i = 0; i < kRowsTogether / kSteps && next_chunk % 2 == 0; ++i)  // lines come in pairs
+          prefetch(w, next_row + step * (kRowsTogether / kSteps) + i, next_chunk);
+        at_step<bits>(step, [&](const auto& of) {
+          for (int64_t i = 0; i < 2 * pairs; ++i) decoded[i] = of(words + i * (bits + 1));
+        });
+        float* to = y + (c - first) * size + step * kWords;
+        for (int k = 0; k < x.count; k += each) {
+          Ints sums[2 * 8];
+          for (int i = 0; i < each; ++i)
+            sums[i] = sums[each + i] = Ints{} + x.biases[r / kRowsTogether * x.count + k + i];
+          run(decoded, pairs, x.integers + r / 2 * x.count + k, x.count, sums);
+          for (int i = 0; i < each && k + i < 2 * m; i += 2)
+            for (int half = 0; half < 2; ++half) {
+              const int at = (k + i) / 2;
+              float* own = to + at * kSteps * kWords + half * kLanes;
+              store(own, load<Floats>(own) + in_floats(sums + half * each + i, x.rows[at].unit * kUnit));
+            }
+        }
+      }
+    }
   }
 }
 
-// M rows of x, from the first on, with all of a matrix.
-template <int bits, int M>
-void multiply(const Matrix& w, bool by_rows, const float* x, int64_t count, float* y, const Team& team) {
-  const int64_t padded = w.sequences() * w.steps;
-  const int64_t inputs = by_rows ? w.rows : w.length, outputs = by_rows ? w.length : w.rows;
-  float* arranged = scratch(M * std::max(w.rows, padded));
-  for (int m = 0; m < M; ++m) {
-    const float* from = x + std::min<int64_t>(m, count - 1) * inputs;
-    if (by_rows)
-      for (int64_t i = 0; i < inputs; ++i) arranged[i * M + m] = from[i] * kScale;
-    else
-      for (int64_t i = 0; i < padded; ++i) arranged[m * padded + i] = i < inputs ? from[i] * kScale : 0;
+// --- products along the sequences ----------------------------------------------------------------
+
+// Adds products of the numbers of a chunk; x is [K, kSteps].
+template <int K>
+HKI_ONCE void add_steps(const Words* decoded, const Words* x, Ints* out) {
+  constexpr int kApart = K == 2 ? 4 : K == 4 ? 2 : 1;
+  Ints sums[kApart][K] = {};
+  HKI_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    HKI_UNROLL
+    for (int k = 0; k < K; ++k)
+      sums[step % kApart][k] = add_products(sums[step % kApart][k], decoded[step], x[k * kSteps + step]);
   }
-  if (by_rows) {
-    team.parts(w.sequences(), 1, 16, [&](int64_t first, int64_t last) {
-      const int64_t stride = (last - first) * w.steps;
-      float* own = scratch<1>(M * stride);
-      std::fill_n(own, M * stride, 0.0f);
-      along_rows<bits, M>(w, arranged, first, last, own, stride);
-      const int64_t from = first * w.steps, wanted = std::min(stride, outputs - from);
-      for (int64_t m = 0; m < std::min<int64_t>(M, count); ++m)
-        std::copy_n(own + m * stride, wanted, y + m * outputs + from);
-    });
-  } else {
-    team.parts(w.rows, 1, 256, [&](int64_t first, int64_t last) {
-      float* own = M == count ? y : scratch<1>(M * w.rows);
-      along_sequences<bits, M>(w, arranged, first, last, own);
-      if (own != y)
-        for (int64_t m = 0; m < count; ++m)
-          std::copy(own + m * outputs + first, own + m * outputs + last, y + m * outputs + first);
-    });
+  for (int k = 0; k < K; ++k)
+    for (int j = 0; j < kApart; ++j) out[k] += sums[j][k];
+}
+
+// One row of activations, or more, as the kernel reads them.
+struct Steps {
+  const Activations* rows;
+  const Words* integers;  // [chunks, count, kSteps]
+  const Ints* biases;     // [groups of chunks, count]
+  int count;              // of rows of integers
+};
+
+// y[m, first:last], the products with some rows.
+template <int bits>
+void along_sequences(const Matrix& w, const Steps& x, int m, int64_t first, int64_t last, float* y) {
+  constexpr int kRows = 16;  // that share the activations of a chunk
+  const int each = together(x.count);
+  const auto run = each == 2 ? add_steps<2> : each == 4 ? add_steps<4> : add_steps<8>;
+  Ints* sums = reinterpret_cast<Ints*>(scratch<2>(kRows * x.count * kLanes));
+  alignas(64) Words words[kRows * (bits + 1)], decoded[kSteps];
+  for (int64_t r = first; r < last; r += kRows) {
+    const int64_t rows = std::min<int64_t>(kRows, last - r);
+    for (int i = 0; i < m; ++i) std::fill_n(y + i * w.rows + r, rows, 0.0f);
+    for (int64_t c = 0; c < w.chunks(); ++c) {
+      copy_words(w, r, rows, c, words);
+      const Words* integers = x.integers + c * x.count * kSteps;
+      const bool begins = c % kChunksTogether == 0, ahead = c + 1 < w.chunks();
+      const bool ends = (c + 1) % kChunksTogether == 0 || !ahead;
+      for (int64_t i = 0; i < rows; ++i) {
+        prefetch(w, ahead ? r + i : r + i + kRows, ahead ? c + 1 : 0);
+        Ints* own = sums + i * x.count;
+        if (begins) std::copy_n(x.biases + c / kChunksTogether * x.count, x.count, own);
+        HKI_UNROLL
+        for (int step = 0; step < kSteps; ++step)
+          at_step<bits>(step, [&](const auto& of) { decoded[step] = of(words + i * (bits + 1)); });
+        for (int k = 0; k < x.count; k += each) run(decoded, integers + k * kSteps, own + k);
+        if (!ends) continue;
+        for (int j = 0; j < m; ++j)
+          y[j * w.rows + r + i] += sum(in_floats(own + 2 * j, x.rows[j].unit * kUnit));
+      }
+    }
   }
+}
+
+// --- calls ---------------------------------------------------------------------------------------
+
+// Activations [m, rows] with all of a matrix.
+template <int bits>
+void by_rows(const Matrix& w, const float* x, const Activations* rows, int m, float* y, const Team& team) {
+  const int count = round_up(2 * m, together(2 * m));
+  const int64_t blocks = (w.rows + kRowsTogether - 1) / kRowsTogether, padded = blocks * kRowsTogether;
+  int32_t* pairs = reinterpret_cast<int32_t*>(scratch((padded / 2 + blocks) * count));
+  int32_t* biases = pairs + padded / 2 * count;
+  std::fill_n(pairs, (padded / 2 + blocks) * count, 0);
+  for (int i = 0; i < m; ++i)
+    for (int64_t r = 0; r < w.rows; ++r) {
+      const int32_t whole = rows[i].whole(x[i * w.rows + r]);
+      const int16_t own[] = {high(whole), low(whole)};
+      for (int j = 0; j < 2; ++j) {
+        pairs[r / 2 * count + 2 * i + j] |= (uint32_t)(uint16_t)own[j] << (r % 2 * 16);
+        biases[r / kRowsTogether * count + 2 * i + j] -= own[j] * code_of(bits).bias;
+      }
+    }
+  const Pairs all{rows, pairs, biases, count};
+  team.parts(w.chunks(), 1, 8, [&](int64_t first, int64_t last) {
+    const int64_t size = m * kSteps * kWords;
+    float* own = scratch<1>((last - first) * size);
+    std::fill_n(own, (last - first) * size, 0.0f);
+    along_rows<bits>(w, all, m, first, last, own);
+    for (int i = 0; i < m; ++i)
+      for (int step = 0; step < kSteps; ++step)
+        for (int64_t l = first * kWords; l < std::min(last * kWords, w.lanes); ++l) {
+          const int64_t at = l % kWords, to = step * w.lanes + l;
+          const int64_t from = at / 4 % 2 * kLanes + at / 8 * 4 + at % 4;
+          if (to < w.length)
+            y[i * w.length + to] = own[(l / kWords - first) * size + (i * kSteps + step) * kWords + from];
+        }
+  });
+}
+
+// Activations [m, length] with all of a matrix.
+template <int bits>
+void by_sequences(const Matrix& w, const float* x, const Activations* rows, int m, float* y, const Team& team) {
+  const int count = round_up(2 * m, together(2 * m));
+  const int64_t chunks = w.chunks(), groups = (chunks + kChunksTogether - 1) / kChunksTogether;
+  const int64_t size = chunks * count * kSteps;
+  Words* integers = reinterpret_cast<Words*>(scratch((size + groups * count) * kLanes));
+  Ints* biases = reinterpret_cast<Ints*>(integers + size);
+  std::fill_n(integers, size + groups * count, Words{});
+  auto* const flat = reinterpret_cast<uint16_t*>(integers);
+  for (int i = 0; i < m; ++i)
+    for (int64_t j = 0; j < w.length; ++j) {
+      const int64_t step = j / w.lanes, lane = j % w.lanes;
+      const int64_t at = ((lane / kWords * count + 2 * i) * kSteps + step) * kWords + lane % kWords;
+      const int32_t whole = rows[i].whole(x[i * w.length + j]);
+      flat[at] = high(whole), flat[at + kSteps * kWords] = low(whole);
+    }
+  for (int64_t i = 0; i < chunks * count; ++i)
+    for (int step = 0; step < kSteps; ++step) {
+      Ints& bias = biases[i / count / kChunksTogether * count + i % count];
+      bias = add_products(bias, integers[i * kSteps + step], Words{} + (uint16_t)-code_of(bits).bias);
+    }
+  const Steps all{rows, integers, biases, count};
+  team.parts(w.rows, 1, 256, [&](int64_t first, int64_t last) { along_sequences<bits>(w, all, m, first, last, y); });
 }
 
 template <int bits>
-void multiply(const Matrix& w, bool by_rows, const float* x, int64_t count, float* y, const Team& team) {
-  const int64_t inputs = by_rows ? w.rows : w.length, outputs = by_rows ? w.length : w.rows;
-  for (int64_t m = 0; m < count;) {
-    const int64_t left = count - m;
-    const auto run = left == 1 ? multiply<bits, 1> : left <= 4 ? multiply<bits, 4> : multiply<bits, 8>;
-    run(w, by_rows, x + m * inputs, std::min<int64_t>(left, 8), y + m * outputs, team);
-    m += 8;
+void multiply(const Matrix& w, bool along_rows, const float* x, int64_t count, float* y, const Team& team) {
+  constexpr int kMost = 32;
+  const int64_t inputs = along_rows ? w.rows : w.length, outputs = along_rows ? w.length : w.rows;
+  for (int64_t first = 0; first < count; first += kMost, x += kMost * inputs, y += kMost * outputs) {
+    const int m = std::min<int64_t>(kMost, count - first);
+    Activations rows[kMost];
+    for (int i = 0; i < m; ++i) rows[i] = Activations(x + i * inputs, inputs);
+    (along_rows ? by_rows<bits> : by_sequences<bits>)(w, x, rows, m, y, team);
+    for (int i = 0; i < m; ++i) {
+      if (rows[i].finite) continue;
+      // Infinities and NaNs, as the dense product has them.
+      float* numbers = scratch(w.lanes * kSteps);
+      const float* own = x + i * inputs;
+      float* to = y + i * outputs;
+      std::fill_n(to, outputs, 0.0f);
+      for (int64_t r = 0; r < w.rows; ++r) {
+        decode_row<bits>(w, r, numbers);
+        for (int64_t j = 0; j < w.length; ++j)
+          (along_rows ? to[j] : to[r]) += numbers[j] * (along_rows ? own[r] : own[j]);
+      }
+    }
   }
 }
 
@@ -243,37 +424,26 @@ void trellis_matmul(const Call& call) {
   const Array x = call.operand(0), words = call.operand(1), y = call.result(0);
   const auto number = [&](const char* name) { return call.number<int64_t>(name); };
   const int64_t bits = number("bits"), steps = number("steps"), length = number("length");
-  const bool by_rows = number("along_rows");
+  const bool along_rows = number("along_rows");
   const int64_t batch = x.shape[0], m = x.shape[1], inputs = x.shape[2], outputs = y.shape[2];
-  const int64_t rows = words.shape[1], row_bytes = words.shape[2] * 4;
+  const int64_t rows = words.shape[1], size = words.shape[2];
   const auto run = bits == 2 ? multiply<2> : bits == 3 ? multiply<3> : multiply<4>;
   over_batch(batch, m * rows * length, call.threads(), true, [&](int64_t b, const Team& team) {
-    const Matrix w{static_cast<const uint8_t*>(words.data) + b * rows * row_bytes, rows, length, steps, row_bytes};
-    run(w, by_rows, x.floats() + b * m * inputs, m, y.floats() + b * m * outputs, team);
+    const auto* own = static_cast<const uint16_t*>(words.data) + b * rows * size;
+    const Matrix w{own, rows, length, size / bits, steps / kSteps, (int)bits};
+    run(w, along_rows, x.floats() + b * m * inputs, m, y.floats() + b * m * outputs, team);
   });
-}
-
-// --- numbers -------------------------------------------------------------------------------------
-
-template <int bits>
-void decode(const uint8_t* sequence, int64_t steps, float* out) {
-  static const Trellis<bits> vector;
-  const auto unit = [&](const uint8_t* p, float* to) {
-    for (int v = 0; v < kOfUnit; ++v) store(to + v * kLanes, vector(p, v) * kScale);
-  };
-  const int64_t before = steps / kUnit - 1;
-  for (int64_t u = 0; u < before; ++u) unit(sequence + u * Trellis<bits>::kBytes, out + u * kUnit);
-  unit(Last<bits>(sequence, steps).bytes, out + before * kUnit);
 }
 
 void trellis_decode(const Call& call) {
   const Array words = call.operand(0), out = call.result(0);
   const int64_t bits = call.number<int64_t>("bits"), steps = call.number<int64_t>("steps");
-  const auto* from = static_cast<const uint8_t*>(words.data);
-  const auto run = bits == 2 ? decode<2> : bits == 3 ? decode<3> : decode<4>;
+  const int64_t size = words.shape.back(), rows = words.size() / size, lanes = size / bits;
+  const Matrix w{static_cast<const uint16_t*>(words.data), rows, lanes * kSteps, lanes, steps / kSteps, (int)bits};
+  const auto run = bits == 2 ? decode_row<2> : bits == 3 ? decode_row<3> : decode_row<4>;
   const Team team{worthwhile(call.threads(), out.size())};
-  team.parts(out.size() / steps, 1, 64, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) run(from + i * steps * bits / 8, steps, out.floats() + i * steps);
+  team.parts(rows, 1, 64, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) run(w, r, out.floats() + r * w.length);
   });
 }
 

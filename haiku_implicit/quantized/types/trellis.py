@@ -8,7 +8,7 @@ best sequence of codes, found by Viterbi's algorithm, has less error than codes 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import chex
 import jax
@@ -34,13 +34,37 @@ from haiku_implicit.quantized.products.stored import quantized_dot
 from haiku_implicit.quantized.types.matrix_indexing import as_index
 
 WINDOW = 12  # bits that a number depends on
-RMS = 1.08  # the root mean square of normally distributed numbers that have the least error, relatively
 LONGEST = 256  # numbers in a sequence
-MULTIPLE = 32  # numbers that fill whole words, whatever their bits
+LANE = 16  # numbers next to each other in a sequence: as many words of 16 bits as a number has bits
+MULTIPLE = 2 * LANE  # a sequence has two lanes or more
 _OVERLAP = 64  # numbers on each side of the ends, to find how they meet
 
 # The bits of a number, by the name of the format.
 BITS = {"trellis2": 2, "trellis3": 3, "trellis4": 4}
+
+
+class Code(NamedTuple):
+    """How windows become numbers, found by a search for the least error.
+
+    Attributes:
+      factor: of the window; the product's low 16 bits are two bytes, whose sum makes the number.
+      mixed: whether each byte is first averaged with the window's own: four bits need longer tails.
+      bias: what the sums are less.
+      rms: the root mean square of normally distributed numbers that have the least error, relatively.
+    """
+
+    factor: int
+    mixed: bool
+    bias: int
+    rms: float
+
+
+# By the bits of a number.
+CODES = {
+    2: Code(45713, False, 255, 1.52),
+    3: Code(35409, False, 255, 1.37),
+    4: Code(32477, True, 195, 0.83),
+}
 
 
 @dataclasses.dataclass
@@ -50,13 +74,16 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
     After QTIP, Tseng et al. 2024, arXiv:2406.11235. The matrix has no scales: `ScaledMatrix` multiplies
     its columns, and `Rotated` makes the numbers of any weight normally distributed.
     `quantize_params(params, dtype="trellis3")` makes the three together. Each number is a sum of the
-    bytes of a product (1MAD) of the 12 bits from its own first bit on, so that it shares bits with its
-    neighbors. The bits of a sequence are a circle. A sequence has 256 numbers, or fewer if that makes
-    all sequences of a row equally long.
+    two bytes of a product of the 12 bits from its own first bit on, so that it shares bits with the
+    next ones of its sequence. The bits of a sequence are a circle. A sequence has 256 numbers, or fewer
+    if that makes all sequences of a row equally long. It consists of lanes of 16 numbers, each in
+    `bits` words of 16 bits. Numbers at the same place in all lanes of a row are neighbors in the
+    matrix, so that a vector of words is decoded at once.
 
     Attributes:
-      words: `[..., rows, k * bits / 32]`, uint32: the codes of rows of numbers, the lowest bits first;
-        `k` is a multiple of 32.
+      words: `[..., rows, bits * lanes]`, uint16: the first words of all lanes of a row, then the second
+        words, and so on; the lowest bits come first. A row of `k` numbers, a multiple of 32, has
+        `k / 16` lanes.
       length: how many numbers of each row belong to the matrix.
       bits: of a number: 2, 3 or 4.
       axis: the axis of the matrix along which the sequences run: -1 for `[..., rows, length]`, -2 for
@@ -64,7 +91,7 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
 
     Raises:
       ValueError: if the words do not fit.
-      TypeError: for words of another dtype.
+      TypeError: for words of another dtype, such as the uint32 of versions before 2026-11-27.
 
     Example:
       >>> import jax, haiku_implicit as hki
@@ -95,12 +122,13 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
                 f"TrellisMatrix: expected 2, 3 or 4 bits and the axis -2 or -1, got {self.bits!r} and "
                 f"{self.axis!r}"
             )
+        older = ", of an earlier code: encode the weight again" * (self.words.dtype == jnp.uint32)
         with expecting(
-            f"TrellisMatrix: expected words in uint32, got {self.words.dtype}", TypeError
+            f"TrellisMatrix: expected words in uint16, got {self.words.dtype}{older}", TypeError
         ):
-            chex.assert_type(self.words, jnp.uint32)
+            chex.assert_type(self.words, jnp.uint16)
         count, steps = sequences(self.length)
-        words = count * steps * self.bits // 32
+        words = count * steps * self.bits // 16
         sentence = f"TrellisMatrix: expected words [..., rows, {words}], got {np.shape(self.words)}"
         with expecting(sentence):
             chex.assert_shape(self.words, (..., None, words))
@@ -178,45 +206,45 @@ def _last(ndim: int, more: int) -> list[tuple[int, int]]:
 # --- decoding ------------------------------------------------------------------------------------
 
 
-def values(windows: jax.Array) -> jax.Array:
-    """Returns the number of each window: 1MAD, a sum of the bytes of a product; float32.
+def values(windows: jax.Array, bits: int) -> jax.Array:
+    """Returns the number of each window, uint16: a sum of the bytes of a product; float32.
 
     It is an integer of at most 8 bits and a sign, over 64, so that bfloat16 and float16 hold it, too.
     """
-    product = windows * np.uint32(34038481) + np.uint32(76625530)
-    pairs = (product & 0x00FF00FF) + (product >> 8 & 0x00FF00FF)
-    total = (pairs & 0xFFFF) + (pairs >> 16)
-    return ((total >> 1).astype(jnp.int32) - 254).astype(jnp.float32) / 64
+    code = CODES[bits]
+    product = windows * np.uint16(code.factor)
+    pair = [product & np.uint16(255), product >> np.uint16(8)]
+    if code.mixed:
+        own = [windows & np.uint16(255), windows >> np.uint16(8)]
+        pair = [x + y + np.uint16(1) >> np.uint16(1) for x, y in zip(pair, own, strict=True)]
+    return ((pair[0] + pair[1]).astype(jnp.int32) - code.bias).astype(jnp.float32) / 64
 
 
 def windows(words: jax.Array, bits: int, length: int) -> jax.Array:
     """Returns the windows of all numbers.
 
     Args:
-      words: `[..., sequences * length * bits / 32]`, uint32.
+      words: `[..., bits * lanes]`, uint16.
       bits: of each number.
       length: of each sequence.
 
     Returns:
-      `[..., sequences * length]`, uint32.
+      `[..., lanes * 16]`, uint16.
     """
-    lead, own = words.shape[:-1], length * bits // 32
-    words = words.reshape(*lead, -1, own)
-    following = jnp.roll(words, -1, axis=-1)
-    # Each reshape splits one axis, or joins some that no mesh splits.
-    words, following = (x.reshape(*x.shape[:-1], -1, bits) for x in (words, following))
-    parts = []
-    for i in range(bits):  # the words of 32 numbers
-        first, last = (-(-32 * j // bits) for j in (i, i + 1))
-        shift = np.arange(first, last, dtype=np.uint32) * bits - 32 * i
-        parts.append(_window(words[..., i, None], following[..., i, None], shift.astype(np.uint32)))
-    return jnp.concatenate(parts, axis=-1).reshape(*lead, -1)
+    lead, lanes = words.shape[:-1], words.shape[-1] // bits
+    planes = [words[..., i * lanes : (i + 1) * lanes] for i in range(bits)]
+    circles = planes[0].reshape(*lead, -1, length // LANE)
+    planes.append(jnp.roll(circles, -1, axis=-1).reshape(*lead, lanes))
+    steps = [divmod(i * bits, 16) for i in range(LANE)]
+    of_steps = [_window(planes[i], planes[i + 1], np.uint16(shift)) for i, shift in steps]
+    return jnp.concatenate(of_steps, axis=-1)
 
 
 def windows_at(
     ids: jax.Array,
     bits: int,
     length: int,
+    lanes: int,
     take: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """Returns the windows of some numbers of each row.
@@ -224,23 +252,26 @@ def windows_at(
     Args:
       ids: the position of each number.
       bits, length: as for `windows`.
+      lanes: how many a row has.
       take: returns the words of all rows, `[ids..., rows]`, at positions of each row.
     """
-    own = length * bits // 32
-    sequence, first = ids // length, ids % length * bits
-    at = first // 32
-    word, following = (take(sequence * own + x) for x in (at, (at + 1) % own))
-    return _window(word, following, (first % 32).astype(jnp.uint32)[..., None])
+    step, lane = ids // lanes, ids % lanes
+    plane, shift, circle = step * bits // 16, step * bits % 16, length // LANE
+    beside = lane // circle * circle + (lane + 1) % circle
+    following = jnp.where(plane + 1 < bits, (plane + 1) * lanes + lane, beside)
+    word, following = take(plane * lanes + lane), take(following)
+    return _window(word, following, shift.astype(jnp.uint16)[..., None])
 
 
 def _window(word: jax.Array, following: jax.Array, shift: Any) -> jax.Array:
     """Returns the window from a bit of a word on."""
-    return (word >> shift | following << np.uint32(1) << (31 - shift)) & (2**WINDOW - 1)
+    one = np.uint16(1)
+    return (word >> shift | following << one << (15 - shift)) & np.uint16(2**WINDOW - 1)
 
 
 def decode(words: jax.Array, *, bits: int, steps: int) -> jax.Array:
     """Returns the numbers of words, float32; `steps` is the length of each sequence."""
-    return values(windows(words, bits, steps))
+    return values(windows(words, bits, steps), bits)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "length"))
@@ -255,7 +286,7 @@ decode_p = JaxPrimitive("trellis_decode")
 
 
 def _abstract(words: Aval, *, bits: int, **_: Any) -> Any:
-    shape = (*words.shape[:-1], words.shape[-1] * 32 // bits)
+    shape = (*words.shape[:-1], words.shape[-1] * 16 // bits)
     return words.update(shape=shape, dtype=np.dtype(np.float32), weak_type=False)
 
 
@@ -303,12 +334,16 @@ def _words(w: jax.Array, moments: Array, bits: int, steps: int) -> jax.Array:
         moments = jnp.asarray(moments).reshape(-1, own[0], own[0])
         _, order, factor = gptq.inputs_of(moments, jnp.float32, 0)
         w = jnp.take_along_axis(w, order[..., None], axis=-2)
+    # From the order of the matrix, steps of lanes, to the order of sequences.
+    w = w.reshape(*w.shape[:2], LANE, -1).swapaxes(-1, -2).reshape(w.shape)
     native_way = native.trellis_encoder(bits, steps)
     slow = functools.partial(encode, bits=bits, steps=steps)
     if native_way is None:
         words = slow(w, factor)
     else:
         words = jax.lax.platform_dependent(w, factor, cpu=native_way, default=slow)
+    words = words.reshape(*words.shape[:2], -1, bits).swapaxes(-1, -2)
+    words = words.reshape(*words.shape[:2], -1)
     if order is not None:
         words = jnp.take_along_axis(words, jnp.argsort(order)[..., None], axis=-2)
     return words.reshape(*lead, own[0], -1)
@@ -325,7 +360,7 @@ def encode(w: jax.Array, factor: jax.Array, bits: int, steps: int) -> jax.Array:
       steps: the length of each sequence.
 
     Returns:
-      `[batch, rows, k * bits / 32]`, uint32.
+      `[batch, rows, k * bits / 16]`, uint16, in the order of the sequences.
     """
     run = jax.vmap(functools.partial(_states, bits=bits))
 
@@ -333,7 +368,7 @@ def encode(w: jax.Array, factor: jax.Array, bits: int, steps: int) -> jax.Array:
         i, row = x
         states = run(left[i].reshape(-1, steps)).reshape(-1)
         if len(row):
-            left = left - row[:, None] * ((left[i] - values(states)) / row[i])[None]
+            left = left - row[:, None] * ((left[i] - values(states, bits)) / row[i])[None]
         return left, states
 
     def of_matrix(operands: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -345,10 +380,10 @@ def encode(w: jax.Array, factor: jax.Array, bits: int, steps: int) -> jax.Array:
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Packs codes `[..., k]`, uint32, into words `[..., k * bits / 32]`, the lowest bits first."""
-    each = codes[..., None] >> np.arange(bits, dtype=np.uint32) & 1
-    each = each.reshape(*codes.shape[:-1], -1, 32)
-    return (each << np.arange(32, dtype=np.uint32)).sum(-1, dtype=jnp.uint32)
+    """Packs codes `[..., k]`, uint16, into words `[..., k * bits / 16]`, the lowest bits first."""
+    each = codes[..., None] >> np.arange(bits, dtype=np.uint16) & 1
+    each = each.reshape(*codes.shape[:-1], -1, 16)
+    return (each << np.arange(16, dtype=np.uint16)).sum(-1, dtype=jnp.uint16)
 
 
 def _states(w: jax.Array, bits: int) -> jax.Array:
@@ -357,19 +392,19 @@ def _states(w: jax.Array, bits: int) -> jax.Array:
     near = min(_OVERLAP, len(w) // 2)
     around = jnp.concatenate([w[len(w) - near :], w[:near]])
     costs, branches = _backward(around, jnp.zeros(shared, w.dtype), bits)
-    meeting, _ = _forward(branches[:near], jnp.argmin(costs).astype(jnp.uint32), bits)
+    meeting, _ = _forward(branches[:near], jnp.argmin(costs).astype(jnp.uint16), bits)
     last = jnp.where(jnp.arange(shared) == meeting, 0, jnp.inf).astype(w.dtype)
     return _forward(_backward(w, last, bits)[1], meeting, bits)[1]
 
 
 def _backward(w: jax.Array, last: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
     """Returns the least costs, by the bits of the window before, and the new bits of each number."""
-    of_windows = values(jnp.arange(2**WINDOW, dtype=jnp.uint32))
+    of_windows = values(jnp.arange(2**WINDOW, dtype=jnp.uint16), bits)
 
     def step(after: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
         costs = (of_windows - number) ** 2 + jnp.repeat(after, 2**bits)
         costs = costs.reshape(2**bits, -1)
-        return costs.min(0), jnp.argmin(costs, 0).astype(jnp.uint32)
+        return costs.min(0), jnp.argmin(costs, 0).astype(jnp.uint16)
 
     return jax.lax.scan(step, last, w, reverse=True)
 
@@ -463,8 +498,8 @@ def gather_from_trellis(
     index = jnp.clip(as_index(ids[..., 0]), 0, w.shape[axis] - 1)
     if axis == w.ndim + w.axis:
         take = functools.partial(jnp.take, w.words.T, axis=0, mode="clip")
-        own = windows_at(index, w.bits, sequences(w.length)[1], take)
-        numbers = values(own)
+        lanes = w.words.shape[-1] // w.bits
+        numbers = values(windows_at(index, w.bits, w.steps, lanes, take), w.bits)
     else:
         numbers = _decoded(jnp.take(w.words, index, axis=0, mode="clip"), w.bits, w.length)
     numbers = numbers.astype(w.dtype)
