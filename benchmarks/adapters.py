@@ -1,4 +1,4 @@
-"""Compares the adapters on one task: held-out loss, seconds a step, bytes.
+"""Compares the adapters on two tasks: held-out loss, seconds a step, bytes.
 
     taskset -c 1 python -m benchmarks.adapters --adapters_resume  # every run that is not recorded yet
     taskset -c 1 python -m benchmarks.adapters --adapters_kinds='LoRA'  # those whose names match
@@ -61,14 +61,14 @@ def measure() -> None:
     if results.setdefault("settings", settings) != settings:
         raise app.UsageError(f"{path} was measured with {results['settings']}, not {settings}")
     results["machine"] = machine.about_this_machine("jax", "jaxlib", "dm-haiku")
-    results.setdefault("before", task.evaluate(task.params))
+    results.setdefault("before", [task.evaluate(task.params, i) for i in range(SEEDS.value)])
     chosen = [name for name in KINDS if re.fullmatch(ONLY.value or ".*", name)]
     passes = [(name, last) for last in sorted({1, SEEDS.value}) for name in chosen]
     save = functools.partial(result_files.write, results, path)
     lora = Run(task, KINDS["LoRA"])
     for name, seeds in tqdm(passes, unit="kind"):
         record = results.setdefault("kinds", {}).setdefault(name, {})
-        if len(record.get("runs", [])) < seeds:
+        if len(adapters_report.runs_of(record)) < seeds:
             run = Run(task, KINDS[name])
             describe(run, lora, record)
             train_kind(run, record, seeds, save)
@@ -107,21 +107,25 @@ def train_kind(run: "Run", record: Results, seeds: int, save: Callable[[], None]
     """Adds the missing runs of a kind to its record, the first after trying learning rates."""
     tried = record.setdefault("tried", {})
 
-    def score(power: int) -> float:
-        rate = f"{10 ** (power / 2):.3g}"
-        if rate not in tried:
-            tried[rate] = run(float(rate), 0)
+    def runs(rate: str, count: int) -> list[dict[str, float]]:
+        found = tried.setdefault(rate, [])
+        while len(found) < count:
+            found.append(run(float(rate), len(found)))
             save()
-        loss = tried[rate]["validation"]
+        return found
+
+    def score(power: int) -> float:
+        loss = runs(rate_of(power), 1)[0]["validation"]
         return loss if math.isfinite(loss) else math.inf
 
-    rate = f"{10 ** (best_power(score, run.kind.first) / 2):.3g}"
-    record["rate"] = float(rate)
-    runs = record.setdefault("runs", [tried[rate]])
-    while len(runs) < seeds:
-        runs.append(run(record["rate"], len(runs)))
-        save()
+    rate = rate_of(best_power(score, run.kind.first))
+    runs(rate, seeds)
+    record["rate"] = rate
     save()
+
+
+def rate_of(power: int) -> str:
+    return f"{10 ** (power / 2):.3g}"
 
 
 def best_power(score: Callable[[int], float], first: int) -> int:
@@ -182,7 +186,7 @@ class Run:
             now = np.float32(rate * (1 - i / STEPS.value))
             trained, state, loss = self.step(trained, state, frozen, batch, now)
             losses.append(float(loss))
-        found = self.task.evaluate(self.merged(trained, frozen))
+        found = self.task.evaluate(self.merged(trained, frozen), seed)
         return dict(**found, training=statistics.mean(losses[-5:]))
 
 

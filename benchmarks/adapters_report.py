@@ -1,4 +1,4 @@
-"""The table and the picture of `docs/adapters.md`, from the results of `benchmarks.adapters`."""
+"""The tables and the picture of `docs/adapters.md`, from the results of `benchmarks.adapters`."""
 
 import json
 import pathlib
@@ -15,35 +15,48 @@ HEADER = ["adapter", "trained", "held-out loss", "runs", "to LoRA", "rate", "tim
 Results = dict[str, Any]
 
 
+TASKS = ("smollm", "proteinmpnn")
+
+
 def results_path(task: str) -> pathlib.Path:
     return ROOT / "benchmarks" / "results" / f"adapters_{task}.json"
 
 
 def write(task: str) -> None:
-    """Updates the table of a task, and the picture if it is the first task."""
-    results = json.loads(results_path(task).read_text())
+    """Updates the table of a task, and the picture."""
+    results = read(task)
     markdown.replace(DOCUMENTS, {task: table(results), f"about {task}": about(results)})
-    if task == "smollm":
-        draw(results)
+    draw([read(name) for name in TASKS])
+
+
+def read(task: str) -> Results:
+    found: Results = json.loads(results_path(task).read_text())
+    return found
 
 
 def in_order(results: Results) -> dict[str, Results]:
     """The records that have runs, the least mean loss first."""
-    found = {name: record for name, record in results["kinds"].items() if record.get("runs")}
+    found = {name: record for name, record in results["kinds"].items() if runs_of(record)}
     return dict(sorted(found.items(), key=lambda item: statistics.mean(losses(item[1]))))
 
 
+def runs_of(record: Results) -> list[dict[str, float]]:
+    """The runs with the best learning rate, one for each seed; [] before that is known."""
+    return record["tried"][record["rate"]] if "rate" in record else []
+
+
 def losses(record: Results) -> list[float]:
-    return [run["heldout"] for run in record["runs"]]
+    return [run["heldout"] for run in runs_of(record)]
 
 
 def about(results: Results) -> str:
     """What the runs of a task have in common."""
     machine, settings = results["machine"], results["settings"]
+    before = statistics.mean(one["heldout"] for one in results["before"])
     versions = " ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
         f"{settings['model']}, {settings['num_steps']} steps; without training the held-out loss is "
-        f"{results['before']['heldout']:.3f}. {machine['cpu']}, {versions}, {machine['date']}."
+        f"{before:.3f}. {machine['cpu']}, {versions}, {machine['date']}."
     )
 
 
@@ -59,21 +72,25 @@ def table(results: Results) -> str:
 
 
 def row(results: Results, name: str) -> list[str]:
-    record, lora = results["kinds"][name], results["kinds"]["LoRA"]
+    record = results["kinds"][name]
     found = losses(record)
-    # Runs of one seed have the same batches: the differences vary less than the losses.
-    pairs = zip(found, losses(lora), strict=False)
-    differences = [own - reference for own, reference in pairs]
     return [
         name + (" †" if has_own_size(results, name) else ""),
         f"{record['trained']:,}",
         with_range(found, ".3f"),
         str(len(found)),
-        with_range(differences, "+.3f"),
-        f"{record['rate']:g}",
+        with_range(to_lora(results, name), "+.3f"),
+        record["rate"],
         f"{relative_time(record):.2f}" if "seconds" in record else "–",
         f"{record['bytes'] / 1e6:.0f}",
     ]
+
+
+def to_lora(results: Results, name: str) -> list[float]:
+    """The differences from LoRA's runs of the same seeds and batches, which vary less."""
+    kinds = results["kinds"]
+    pairs = zip(losses(kinds[name]), losses(kinds["LoRA"]), strict=False)
+    return [own - reference for own, reference in pairs]
 
 
 def with_range(values: list[float], form: str) -> str:
@@ -88,30 +105,25 @@ def relative_time(record: Results) -> float:
     return statistics.median(own / lora for own, lora in pairs)
 
 
-def draw(results: Results) -> None:
-    """Plots the loss of each run, and seconds and bytes beside it."""
+def draw(tasks: list[Results]) -> None:
+    """Plots each run of the tasks, and the first task's times and bytes beside them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    records = in_order(results)
-    options = dict(width_ratios=(3, 1, 1), layout="constrained", sharey=True)
-    figure, panels = plt.subplots(1, 3, figsize=(9, 0.24 * len(records) + 1), **options)
+    records = in_order(tasks[0])
+    options = dict(width_ratios=(3, 3, 1, 1), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, 4, figsize=(10, 0.24 * len(records) + 1), **options)
     places = range(len(records))
-    for place, (name, record) in enumerate(records.items()):
-        found = losses(record)
-        color = "#d07c1f" if has_own_size(results, name) else "#1f6fb2"
-        panels[0].plot([min(found), max(found)], [place] * 2, color=color, linewidth=1)
-        panels[0].scatter(found, [place] * len(found), s=14, color=color)
-        panels[0].scatter(statistics.mean(found), place, s=70, marker="|", color=color)
+    for axes, results in zip(panels, tasks, strict=False):
+        plot_runs(axes, results, list(records))
     times = [relative_time(r) if "seconds" in r else 0.0 for r in records.values()]
-    panels[1].barh(places, times, color="#9a9a9a", height=0.6)
-    panels[2].barh(
-        places, [r["bytes"] / 1e6 for r in records.values()], color="#9a9a9a", height=0.6
-    )
-    labels = ("held-out loss, a dot for each seed", "time of a step, LoRA = 1", "MB")
-    for axes, label in zip(panels, labels, strict=True):
+    panels[2].barh(places, times, color="#9a9a9a", height=0.6)
+    sizes = [r["bytes"] / 1e6 for r in records.values()]
+    panels[3].barh(places, sizes, color="#9a9a9a", height=0.6)
+    labels = [f"{results['settings']['model']}: loss above LoRA's" for results in tasks]
+    for axes, label in zip(panels, [*labels, "time, LoRA = 1", "MB"], strict=True):
         axes.set_xlabel(label, fontsize=9)
         axes.grid(color="#e4e4e4", linewidth=0.8, axis="x")
         axes.set_axisbelow(True)
@@ -121,3 +133,16 @@ def draw(results: Results) -> None:
     IMAGE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(IMAGE, dpi=160)
     plt.close(figure)
+
+
+def plot_runs(axes: Any, results: Results, names: list[str]) -> None:
+    """A dot for each seed: the held-out loss less that of LoRA with the same seed."""
+    recorded = in_order(results)
+    axes.axvline(0, color="#9a9a9a", linewidth=0.8)
+    for place, name in enumerate(names):
+        if name in recorded:
+            found = to_lora(results, name)
+            color = "#d07c1f" if has_own_size(results, name) else "#1f6fb2"
+            axes.plot([min(found), max(found)], [place] * 2, color=color, linewidth=1)
+            axes.scatter(found, [place] * len(found), s=14, color=color)
+            axes.scatter(statistics.mean(found), place, s=70, marker="|", color=color)

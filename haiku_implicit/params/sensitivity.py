@@ -212,6 +212,7 @@ def sensitivity(
 
     Args:
       apply: `apply(params, *batch)`, the model, which need not be wrapped; its outputs are compared.
+        For a language model, take the square roots of the probabilities as outputs.
       params: dense parameters.
       batches: tuples of the arguments of `apply` after the parameters, of the same shapes. Anything
         else than a tuple or a list is the only argument.
