@@ -281,9 +281,9 @@ void check_trellis(int64_t bits, int64_t rows, int64_t count, int64_t steps, int
       const uint16_t word = words[(row * bits + of_lane / 16) * lanes + at];
       window |= (word >> of_lane % 16 & 1) << j;
     }
-    const int hash = window * (bits == 2 ? 45713 : bits == 3 ? 35409 : 32477) & 0xffff;
+    const int hash = window * (bits == 2 ? 45713 : bits == 3 ? 24263 : 32477) & 0xffff;
     const int low = hash & 255, high = hash >> 8;
-    if (bits == 4) dense.push_back(((low + (window & 255) + 1) / 2 + (high + (window >> 8) + 1) / 2 - 195) / 64.0);
+    if (bits > 2) dense.push_back(((low + (window & 255) + 1) / 2 + (high + (window >> 8) + 1) / 2 - 195) / 64.0);
     else dense.push_back((low + high - 255) / 64.0);
   }
   const Format format = {"trellis codes", {(int)bits, 0}, 0, 0, {}};
