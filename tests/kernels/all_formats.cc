@@ -274,16 +274,16 @@ void check_trellis(int64_t bits, int64_t rows, int64_t count, int64_t steps, int
   std::vector<double> dense;
   for (int64_t i = 0; i < (int64_t)numbers.size(); ++i) {
     const int64_t row = i / (count * steps), step = i / lanes % 16, lane = i % lanes;
-    uint32_t window = 0;
+    int window = 0;
     for (int64_t j = 0; j < 12; ++j) {
       const int64_t bit = step * bits + j, behind = bit / (16 * bits);
       const int64_t at = lane / circle * circle + (lane + behind) % circle, of_lane = bit % (16 * bits);
       const uint16_t word = words[(row * bits + of_lane / 16) * lanes + at];
       window |= (word >> of_lane % 16 & 1) << j;
     }
-    const uint32_t hash = window * (bits == 2 ? 45713 : bits == 3 ? 35409 : 32477) & 0xffff;
+    const int hash = window * (bits == 2 ? 45713 : bits == 3 ? 24263 : 32477) & 0xffff;
     const int low = hash & 255, high = hash >> 8;
-    if (bits == 4) dense.push_back(((low + (window & 255) + 1) / 2 + (high + (window >> 8) + 1) / 2 - 195) / 64.0);
+    if (bits > 2) dense.push_back(((low + (window & 255) + 1) / 2 + (high + (window >> 8) + 1) / 2 - 195) / 64.0);
     else dense.push_back((low + high - 255) / 64.0);
   }
   const Format format = {"trellis codes", {(int)bits, 0}, 0, 0, {}};

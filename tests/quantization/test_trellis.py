@@ -188,6 +188,25 @@ def test_kernels(bits):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_activations_of_any_size(axis):
+    """Each row of activations has its own scale, and infinities and NaNs stay in their rows."""
+    w = made(axis=axis)
+    x = normal((6, 64), 1) * jnp.array([1e-25, 1, 1e25, 0, 1, 1])[:, None]
+    x = x.at[4, 3].set(jnp.inf).at[5, 7].set(jnp.nan)
+    found = np.asarray(jax.jit(hki.use_implicit_args(jnp.matmul))(x, w), np.float64)
+    with np.errstate(invalid="ignore"):
+        wanted = np.asarray(x, np.float64) @ np.asarray(hki.materialize(w), np.float64)
+    for row, of_dense in zip(found, wanted, strict=True):
+        size = np.abs(of_dense[np.isfinite(of_dense)]).max(initial=0)
+        np.testing.assert_allclose(row, of_dense, rtol=1e-6, atol=2e-7 * size)
+
+
+def test_words_of_an_earlier_code():
+    with pytest.raises(TypeError, match="uint16, got uint32, of an earlier code: encode"):
+        hki.TrellisMatrix(jnp.zeros((4, 6), jnp.uint32), 64, 3)
+
+
 @pytest.mark.parametrize("rows", [1, 33])
 def test_programs_call_kernels_unless_they_are_exported(rows):
     w, x = made(3, (64, 96)), normal((rows, 64), 1)

@@ -19,7 +19,7 @@ struct Code {
 };
 
 constexpr Code code_of(int bits) {
-  return bits == 2 ? Code{45713, false, 255} : bits == 3 ? Code{35409, false, 255} : Code{32477, true, 195};
+  return bits == 2 ? Code{45713, false, 255} : Code{bits == 3 ? uint16_t{24263} : uint16_t{32477}, true, 195};
 }
 
 // The integer of a window, before its bias is subtracted.

@@ -182,7 +182,7 @@ struct Activations {
     for (int64_t i = 0; i < count; ++i) finite &= std::isfinite(x[i]), largest = std::max(largest, std::abs(x[i]));
     int exponent = 0;
     std::frexp(finite ? largest : 0, &exponent);
-    unit = std::ldexp(1.0f, std::max(exponent, -80) - 30);
+    unit = std::ldexp(1.0f, std::max(exponent, -90) - 30);
   }
 
   int32_t whole(float x) const { return finite ? (int32_t)std::rint(x * (1 / unit)) : 0; }

@@ -48,7 +48,7 @@ class Code(NamedTuple):
 
     Attributes:
       factor: of the window; the product's low 16 bits are two bytes, whose sum makes the number.
-      mixed: whether each byte is first averaged with the window's own: four bits need longer tails.
+      mixed: whether each byte is first averaged with the window's own: more bits need longer tails.
       bias: what the sums are less.
       rms: the root mean square of normally distributed numbers that have the least error, relatively.
     """
@@ -62,7 +62,7 @@ class Code(NamedTuple):
 # By the bits of a number.
 CODES = {
     2: Code(45713, False, 255, 1.52),
-    3: Code(35409, False, 255, 1.37),
+    3: Code(24263, True, 195, 0.88),
     4: Code(32477, True, 195, 0.83),
 }
 
