@@ -63,6 +63,7 @@ def load(
       path: the file that `save` was given, or a file or folder of another program.
       like: a tree of arrays or `jax.ShapeDtypeStruct`. If the tree in the file has other containers,
         types, keys, shapes, dtypes or static metadata, this is an error. The default does not check.
+        (Type checkers take the result for a tree of the same leaves; it has arrays instead of structs.)
       only: the parameters to read, if the tree consists of nested dicts: a regular expression over
         `module/name`, a list of names or expressions, or a predicate
         `(module_name, name, value) -> bool`.

@@ -228,8 +228,8 @@ def sensitivity(
       The errors, the largest first, with the methods `allocate` and `quantize` that use them.
 
     Raises:
-      ValueError: without batches or options, for inputs without a method, and as `quantize_params` does
-        for weights that do not fit.
+      ValueError: without batches or options, for inputs without a method or of other weights, and as
+        `quantize_params` does for weights that do not fit.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -257,6 +257,10 @@ def sensitivity(
     if method is not None and inputs is None:
         model = Model(apply, params, matrix_axes)
         inputs = inputs_of(parsed(method)[0].needed, model, given, every)
+    elif inputs is not None and not every.intersection(inputs):
+        raise ValueError(
+            f"inputs: expected those of weights such as {min(every, default='none')!r}, got {[*inputs]}"
+        )
     plan = Sensitivity((), options, matrix_axes, 0, method, inputs or {})
     quantized: dict[tuple[str, str], Any] = {}
     for name, paths in chosen.items():
@@ -299,13 +303,14 @@ def _errors(
         return [y.astype(jnp.float32) for y in jax.tree.leaves(apply(params, *batch))]
 
     @jax.jit
-    def change(params: Params, before: Sequence[Array], batch: Any) -> Array:
-        return _squares(jax.tree.map(jnp.subtract, outputs(params, batch), before))
+    def change(after: Sequence[Array], before: Sequence[Array]) -> Array:
+        return _squares(jax.tree.map(jnp.subtract, after, before))
 
     def change_by(path: str, w: Any, before: Sequence[Array], batch: Any) -> float:
         new = materialize_array(w)
         one = trees.map_parameters(lambda p: new if p.path == path else p.value, params)
-        return float(change(one, before, batch))
+        # From the same program, as another one may round otherwise, in bfloat16 as much as int8.
+        return float(change(outputs(one, batch), before))
 
     changes, size = dict.fromkeys(quantized, 0.0), 0.0
     with progress.bar("weights", len(batches) * len(quantized)) as run:

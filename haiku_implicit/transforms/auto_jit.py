@@ -9,7 +9,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
@@ -20,15 +20,25 @@ from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
 from haiku_implicit.core.typing import Array, Tree
 
 P = ParamSpec("P")
-R = TypeVar("R")
+R = TypeVar("R", covariant=True)
+
+
+class Jitted(Protocol[P, R]):
+    """What `auto_jit` returns, for type checkers."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., R]: ...
+
+    def cache_info(self) -> Any: ...
 
 
 @overload
-def auto_jit(fun: Callable[P, R], *, cache_size: int = 128) -> Callable[P, R]: ...
+def auto_jit(fun: Callable[P, R], *, cache_size: int = 128) -> Jitted[P, R]: ...
 
 
 @overload
-def auto_jit(*, cache_size: int = 128) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def auto_jit(*, cache_size: int = 128) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
 
 
 def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:

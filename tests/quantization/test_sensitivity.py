@@ -112,6 +112,12 @@ def test_errors(params):
         hki.sensitivity(MODEL.apply, params, [], OPTIONS)
     with pytest.raises(ValueError, match="inputs: expected a method that rounds by them, .* None"):
         hki.sensitivity(MODEL.apply, params, [X[0]], OPTIONS, inputs={})
+    with pytest.raises(
+        ValueError, match=r"inputs: expected those of weights such as .*, got \['w'\]"
+    ):
+        hki.sensitivity(
+            MODEL.apply, params, [X[0]], OPTIONS, method="gptq", inputs={"w": jnp.eye(4)}
+        )
     alone = hki.sensitivity(MODEL.apply, params, [X[0]], {"int8": OPTIONS["int8"]})
     found = hki.sensitivity(MODEL.apply, params, [(X[0],)], {"int8": OPTIONS["int8"]})
     assert found.rows == alone.rows  # a batch that is no tuple is the only argument
@@ -171,3 +177,22 @@ def test_weights_rounded_by_their_inputs(params, method):
     budget = everything + 500
     small = found.quantize(params, found.allocate(budget))
     assert hki.summary(small).total.nbytes <= budget
+
+
+def test_a_weight_that_is_exact_has_no_error_in_bfloat16():
+    """Programs that differ round at other places, and their difference is no error of a weight."""
+
+    def apply(params, x):
+        x = jnp.tanh(x.astype(jnp.bfloat16) @ params["a"]["w"])
+        return jax.nn.softmax(jax.nn.gelu(x @ params["b"]["w"]) * 3)
+
+    options = dict(dtype="int8")
+    params = {
+        name: {"w": jnp.asarray(normal((32, 32), i), jnp.bfloat16)} for i, name in enumerate("ab")
+    }
+    exact = hki.materialize(hki.quantize_params(params, **options))
+    found = hki.sensitivity(apply, exact, [normal((4, 32), 2)], {"int8": options})
+    again = hki.materialize(hki.quantize_params(exact, **options))
+    for name in "ab":
+        np.testing.assert_array_equal(exact[name]["w"], again[name]["w"])
+    assert [row.error for row in found.rows] == [0.0, 0.0]
