@@ -192,7 +192,7 @@ def test_kernels(bits):
 def test_activations_of_any_size(axis):
     """Each row of activations has its own scale, and infinities and NaNs stay in their rows."""
     w = made(axis=axis)
-    x = normal((6, 64), 1) * jnp.array([1e-25, 1, 1e25, 0, 1, 1])[:, None]
+    x = normal((8, 64), 1) * jnp.array([1e-25, 1, 1e25, 0, 1, 1, 1e-33, 1e36])[:, None]
     x = x.at[4, 3].set(jnp.inf).at[5, 7].set(jnp.nan)
     found = np.asarray(jax.jit(hki.use_implicit_args(jnp.matmul))(x, w), np.float64)
     with np.errstate(invalid="ignore"):

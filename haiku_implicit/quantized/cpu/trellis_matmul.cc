@@ -174,18 +174,19 @@ void decode_row(const Matrix& w, int64_t row, float* out) {
 // rows of integers stands for it; there may be rows of zeros behind them.
 struct Activations {
   float unit;
-  bool finite;
+  bool usual;  // else the products are computed in floats: units or sums might leave their range
 
   Activations() = default;
-  Activations(const float* x, int64_t count) : finite(true) {
+  Activations(const float* x, int64_t count) : unit(1), usual(true) {
     float largest = 0;
-    for (int64_t i = 0; i < count; ++i) finite &= std::isfinite(x[i]), largest = std::max(largest, std::abs(x[i]));
+    for (int64_t i = 0; i < count; ++i) usual &= std::isfinite(x[i]), largest = std::max(largest, std::abs(x[i]));
+    usual &= largest == 0 || (largest > 1e-27f && largest < 1e30f);
     int exponent = 0;
-    std::frexp(finite ? largest : 0, &exponent);
-    unit = std::ldexp(1.0f, std::max(exponent, -90) - 30);
+    std::frexp(largest, &exponent);
+    if (usual) unit = std::ldexp(1.0f, exponent - 30);
   }
 
-  int32_t whole(float x) const { return finite ? (int32_t)std::rint(x * (1 / unit)) : 0; }
+  int32_t whole(float x) const { return usual ? (int32_t)std::rint(x * (1 / unit)) : 0; }
 };
 
 // The integers of some rows.
@@ -405,8 +406,7 @@ void multiply(const Matrix& w, bool along_rows, const float* x, int64_t count, f
     for (int i = 0; i < m; ++i) rows[i] = Activations(x + i * inputs, inputs);
     (along_rows ? by_rows<bits> : by_sequences<bits>)(w, x, rows, m, y, team);
     for (int i = 0; i < m; ++i) {
-      if (rows[i].finite) continue;
-      // Infinities and NaNs, as the dense product has them.
+      if (rows[i].usual) continue;
       float* numbers = scratch(w.lanes * kSteps);
       const float* own = x + i * inputs;
       float* to = y + i * outputs;
