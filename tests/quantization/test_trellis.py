@@ -1,6 +1,7 @@
 """Trellis codes in a rotated matrix: codes, encoders, products and options, beside the contract for every type."""
 
 import functools
+import pickle
 
 import jax
 import jax.export
@@ -205,6 +206,19 @@ def test_activations_of_any_size(axis):
 def test_words_of_an_earlier_code():
     with pytest.raises(TypeError, match="uint16, got uint32, of an earlier code: encode"):
         hki.TrellisMatrix(jnp.zeros((4, 6), jnp.uint32), 64, 3)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_words_of_an_earlier_code_that_no_constructor_has_seen(axis):
+    """As in a pickle of an earlier version: half as many words, of 32 bits."""
+    w = made(axis=axis)
+    earlier = lambda words: np.asarray(words).view(np.uint32)  # noqa: E731
+    leaves, treedef = jax.tree.flatten(w)
+    kept = pickle.dumps(jax.tree.unflatten(treedef, map(earlier, leaves)))
+    multiply = jax.jit(hki.use_implicit_args(jnp.matmul))
+    for use in (hki.materialize, lambda w: multiply(jnp.ones((2, 64)), w), lambda w: w.shape):
+        with pytest.raises(TypeError, match="uint16, got uint32, of an earlier code: encode"):
+            use(pickle.loads(kept))
 
 
 @pytest.mark.parametrize("rows", [1, 33])

@@ -6,7 +6,7 @@
 //
 // The words of lanes are next to each other, and so are the numbers of one step of the lanes. So a vector
 // of words is a vector of windows after two shifts, and numbers, integers of 16 bits, after a product.
-// Activations become two integers of 16 bits each (`Activations`), as exact as float32, and sums have 32.
+// Activations become two integers of 16 bits each (`Activations`), 30 bits of the largest, and sums have 32.
 
 #include <algorithm>
 #include <cmath>

@@ -122,6 +122,9 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
                 f"TrellisMatrix: expected 2, 3 or 4 bits and the axis -2 or -1, got {self.bits!r} and "
                 f"{self.axis!r}"
             )
+        self._check_words()
+
+    def _check_words(self) -> None:
         older = ", of an earlier code: encode the weight again" * (self.words.dtype == jnp.uint32)
         with expecting(
             f"TrellisMatrix: expected words in uint16, got {self.words.dtype}{older}", TypeError
@@ -181,6 +184,7 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
         return sequences(self.length)[1]
 
     def compute_shape(self) -> tuple[int, ...]:
+        self._check_words()  # a file or a pickle, which call no constructor, may be of an earlier code
         rows, core = np.shape(self.words)[:-1], self.length
         return (*rows, core) if self.axis == -1 else (*rows[:-1], core, rows[-1])
 
