@@ -49,7 +49,7 @@ class Code(NamedTuple):
     Attributes:
       factor: of the window; the product's low 16 bits are two bytes, whose sum makes the number.
       mixed: whether each byte is first averaged with the window's own: more bits need longer tails.
-      bias: what the sums are less.
+      bias: subtracted from the sums.
       rms: the root mean square of normally distributed numbers that have the least error, relatively.
     """
 
@@ -211,7 +211,7 @@ def _last(ndim: int, more: int) -> list[tuple[int, int]]:
 
 
 def values(windows: jax.Array, bits: int) -> jax.Array:
-    """Returns the number of each window, uint16: a sum of the bytes of a product; float32.
+    """Returns the numbers of windows (uint16), in float32: sums of the two bytes of a product.
 
     It is an integer of at most 8 bits and a sign, over 64, so that bfloat16 and float16 hold it, too.
     """
