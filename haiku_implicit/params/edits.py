@@ -6,6 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import Unpack
 
+import jax
+
 from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
@@ -84,7 +86,8 @@ def quantize_params(
       ('nf4', True)
     """
     how = QuantizeOptions.of(options, rules=rules is not None)
-    if how.dtype == "trellis2":
+    of_structs = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
+    if how.dtype == "trellis2" and not of_structs:
         warn_caller(
             "dtype 'trellis2': without inputs, models lose most of what they know; give inputs to "
             "quantize_with_inputs, or more bits"

@@ -9,7 +9,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
 
 import jax
 
@@ -28,7 +28,11 @@ class Jitted(Protocol[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., R]: ...
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]: ...
 
     def cache_info(self) -> Any: ...
 

@@ -215,3 +215,12 @@ def test_the_damage_of_requantizing_is_told(dtype):
     np.testing.assert_allclose(found.outputs, of_outputs, rtol=1e-3)
     low, high = {"int4": (0.03, 0.3), "int8": (0.001, 0.02)}[dtype]
     assert low < relative < high
+
+
+def test_a_type_that_is_not_quantized_again_is_said():
+    w = jnp.asarray(normal((64, 32)))
+    params = {"a": {"w": hki.quantize_params({"w": w}, dtype="int4", rotate=True)["w"]}}
+    lora = hki.add_lora(params, 0, rank=2)
+    with pytest.warns(UserWarning, match="a/w: merged into a dense weight, since Rotated"):
+        merged = hki.merge_lora(lora, requantize=True)
+    np.testing.assert_array_equal(merged["a"]["w"], hki.merge_lora(lora)["a"]["w"])

@@ -37,6 +37,7 @@ def merge_adapters(params: SameTree, *, requantize: bool = False) -> SameTree:
       requantize: whether an adapter on a quantized weight is merged into a quantized weight. False:
         the result is dense, exact but of the dense size. True: it has the format of the quantized
         weight, small but rounded again, so that a correction finer than the format's step is lost.
+        Other types than `QuantizedMatrix`, such as `Rotated`, become dense, with a warning.
         `compare_params(params, merged)` reports the loss, for each weight and for the model's
         outputs.
 
@@ -63,7 +64,7 @@ def merge_adapters(params: SameTree, *, requantize: bool = False) -> SameTree:
         parts.check_whole(parameter.path, parameter.value)
         same = jax.tree.structure(parameter.value), _leaf_ids(parameter.value)
         if same not in done:
-            done[same] = trees.on_matrix(lambda own: _merged(own.value, requantize))(parameter)
+            done[same] = trees.on_matrix(lambda own: _merged(own, requantize))(parameter)
         return done[same]
 
     marks = [parts.has_adapter(p.value) or is_view_of_dense(p.value) for p in parameters]
@@ -74,11 +75,18 @@ def merge_adapters(params: SameTree, *, requantize: bool = False) -> SameTree:
 merge_lora = merge_adapters
 
 
-def _merged(value: Array, requantize: bool) -> Array:
+def _merged(parameter: trees.Parameter, requantize: bool) -> Array:
+    value = parameter.value
     if not is_implicit(value):  # the matrix of a view
         return value
     dense, base = materialize_array(value), parts.base_of(value)
-    if not requantize or not isinstance(getattr(base, "matrix", base), QuantizedMatrix):
+    if not requantize or not is_implicit(base):
+        return dense
+    if not isinstance(getattr(base, "matrix", base), QuantizedMatrix):
+        warn_caller(
+            f"{parameter.path}: merged into a dense weight, since {type(base).__name__} can't be "
+            "quantized again; quantize_params or quantize_with_inputs makes it anew"
+        )
         return dense
     new = base.requantize(dense)
     # With the tree structure of the base, for optimizer states and compiled functions.
