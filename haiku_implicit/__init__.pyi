@@ -88,7 +88,7 @@ from haiku_implicit.params.quantizing.training import (
     quantized_training_getter,
     with_rounding_key,
 )
-from haiku_implicit.params.sensitivity import Sensitivity, sensitivity
+from haiku_implicit.params.sensitivity import Allocation, Sensitivity, sensitivity
 from haiku_implicit.params.summary import Summary, compare_params, summary
 from haiku_implicit.params.trees.infer_axes import infer_matrix_axes, prepare
 from haiku_implicit.training.gradients import (
@@ -131,6 +131,7 @@ __all__ = [
     "compare_params",
     "sensitivity",
     "Sensitivity",
+    "Allocation",
     "plot_memory",
     "plot_error",
     "from_ggml",

@@ -379,6 +379,34 @@ def test_quantize_by_rules():
         hki.quantize_params(params, rules=[QuantRule(module_path="z", weight_qtype="int8")])
 
 
+def test_rules_rotate():
+    from haiku_implicit.quantization import QtRule, QuantRule
+
+    w = jax.random.normal(KEY, (32, 16))
+    params = {name: {"w": w} for name in ("a", "b")} | {"table": {"embeddings": w}}
+    rules = [
+        QuantRule(module_path="b", weight_qtype="int4", act_qtype="int8"),
+        QuantRule(weight_qtype="int4", act_qtype="int8", rotate=True),
+    ]
+    new = hki.quantize_params(params, rules=rules)
+    alone = hki.quantize_params({"a": {"w": w}}, dtype="int4", activation="int8", rotate=True)
+    assert jax.tree.structure(new["a"]) == jax.tree.structure(alone["a"])
+    np.testing.assert_array_equal(*(hki.materialize(p["a"]["w"]) for p in (new, alone)))
+    for plain in (new["b"]["w"], new["table"]["embeddings"]):
+        assert type(plain) is hki.QuantizedMatrix
+    inputs = {"a/w": w @ w.T, "b/w": w @ w.T}
+    fitted = hki.quantize_with_inputs(params, inputs, rules=rules)
+    assert isinstance(fitted["a"]["w"], hki.adapters.Rotated)
+    with pytest.raises(ValueError, match="rotate: only stored weights are rotated"):
+        QtRule(weight_qtype="int8", rotate=True)
+    with pytest.raises(ValueError, match="rotate: the statistics of act_static_scale"):
+        QuantRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True, rotate=True)
+    with pytest.raises(ValueError, match=r"rules\[0\]: expected rotate=False"):
+        hki.quantization_aware(params, [QuantRule(weight_qtype="int4", rotate=True)])
+    with pytest.raises(ValueError, match="rotate: only stored weights are rotated"):
+        hki.quantized_training(params, [QuantRule(weight_qtype="int4", rotate=True)])
+
+
 @pytest.mark.parametrize("first", ["lora", "int8"])
 @pytest.mark.parametrize("second", ["lora", "int8", "training"])
 def test_all_weights_are_implicit_already(first, second):

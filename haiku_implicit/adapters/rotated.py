@@ -56,18 +56,27 @@ class Rotated(Wrapper, core_ndim=2, linear_in="w"):
         """
         *lead, n, _ = w.shape
         rotation = Hadamard.random(n, tuple(lead), dtype=w.dtype)
-
-        def turned(x: jax.Array) -> jax.Array:
-            wide = rotation._replace(dtype=jnp.promote_types(x.dtype, jnp.float32))
-            columns = mapped(lambda r, x: r.times(x), len(lead))(wide, x.astype(wide.dtype).mT)
-            return columns.mT
-
         if moments is not None:
-            moments = turned(turned(jnp.asarray(moments)).mT).mT
-        return cls(quantize(turned(w).astype(w.dtype), moments), rotation)
+            moments = _back(rotation, _back(rotation, jnp.asarray(moments)).mT).mT
+        return cls(quantize(_back(rotation, w).astype(w.dtype), moments), rotation)
+
+    def requantize(self, w: Array) -> Self:
+        """Another weight with the rotation of this one: quantized like `w`, without inputs.
+
+        Args:
+          w: a dense weight of this shape.
+        """
+        return self._replace(w=self.w.requantize(_back(self.rotation, jnp.asarray(w))))
 
     def materialize(self) -> jax.Array:
         return self.rotation @ self.w
+
+
+def _back(rotation: Hadamard, x: jax.Array) -> jax.Array:
+    """Multiplies the inverse of a rotation by `x`, `[..., n, m]`, in float32 or wider."""
+    wide = rotation._replace(dtype=jnp.promote_types(x.dtype, jnp.float32))
+    columns = mapped(lambda r, x: r.times(x), x.ndim - 2)(wide, x.astype(wide.dtype).mT)
+    return columns.mT
 
 
 @binary_handler("dot_general")

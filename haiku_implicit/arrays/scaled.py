@@ -27,6 +27,7 @@ from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products.ragged import row_numbers
 from haiku_implicit.quantized.products.tiles import groups_of_rows
+from haiku_implicit.quantized.types.trellis import TrellisMatrix
 
 
 @dataclasses.dataclass
@@ -94,14 +95,20 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
     def requantize(self, w: Array) -> Self:
         """Another weight with the scale of this one: quantized like the matrix, if that is implicit.
 
+        Trellis codes have no scales of their own: a scale that no longer fits them becomes another one.
+
         Args:
           w: a dense weight of this shape.
         """
-        inverse = 1 / self.scale.astype(formats.arithmetic_dtype(self.scale.dtype))
+        w, scale = jnp.asarray(w), self.scale
+        if isinstance(self.matrix, TrellisMatrix) and self.matrix.axis == self.axis:
+            scale = self.matrix.new_scales(w, scale)
+        wide = scale.astype(formats.arithmetic_dtype(scale.dtype))
+        inverse = jnp.where(wide == 0, 0, 1 / wide)
         lead = range(self.ndim - 2)
-        matrix = _times(jnp.asarray(w), inverse, (*lead, self._scaled_axis))
+        matrix = _times(w, inverse, (*lead, self._scaled_axis))
         matrix = self.matrix.requantize(matrix) if is_implicit(self.matrix) else matrix
-        return self._replace(matrix=matrix)
+        return self._replace(matrix=matrix, scale=scale)
 
     @property
     def _scaled_axis(self) -> int:

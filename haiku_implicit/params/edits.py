@@ -105,7 +105,7 @@ def _stored_by_rule(
     options: QuantizeOptions, parameter: trees.Parameter, rule: QuantRule
 ) -> ImplicitArray:
     """A weight quantized by a rule, for products by that rule."""
-    stored = options.by_rule(rule, parameter.value.shape).quantize(parameter.value)
+    stored = options.by_rule(rule, parameter).quantize(parameter.value)
     if not (rule.act_static_scale and isinstance(stored, QuantizedMatrix)):
         return stored
     return StaticQuantized.of(stored, QuantStats(name=parameter.path), rule.act_batch_axes)

@@ -56,7 +56,10 @@ class WeightCost(NamedTuple):
 
 
 class Allocation(dict[str, str]):
-    """The name of an option for each path, and how good the choice is.
+    """A format for each weight, from `Sensitivity.allocate`, and how good the choice is.
+
+    It is a dictionary: the name of an option for the path (`module/name`) of each weight that does not
+    stay dense. `Sensitivity.quantize` takes it, and any dictionary like it, such as a changed copy.
 
     Attributes:
       error: the relative error of the outputs, from the errors of single weights.
@@ -64,6 +67,18 @@ class Allocation(dict[str, str]):
         equal, the choice is the best one.
       nbytes: the bytes of all parameters.
       bits: the bits per number of the weights that the choice is about.
+
+    Example:
+      >>> import jax.numpy as jnp, haiku_implicit as hki
+      >>> params = {'linear': {'w': jnp.ones((64, 64))}}
+      >>> apply = hki.use_implicit_args(lambda params, x: x @ params['linear']['w'])
+      >>> formats = {'int8': dict(dtype='int8'), 'int4': dict(dtype='int4')}
+      >>> found = hki.sensitivity(apply, params, [jnp.ones((1, 64))], formats)
+      >>> chosen = found.allocate(4_500)
+      >>> dict(chosen), chosen.nbytes, chosen.bits
+      ({'linear/w': 'int8'}, 4352, 8.5)
+      >>> found.quantize(params, chosen | {'linear/w': 'int4'})['linear']['w'].format
+      'int4'
     """
 
     def __init__(

@@ -217,10 +217,58 @@ def test_the_damage_of_requantizing_is_told(dtype):
     assert low < relative < high
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [(dict(dtype="trellis4"), 0.075), (dict(dtype="int4", rotate=True), 0.1)],
+)
+def test_rotated_weights_are_tuned_saved_merged_and_served_small(options, error, tmp_path):
+    def forward(x):
+        return hk.Linear(32, with_bias=False)(jnp.tanh(hk.Linear(96, with_bias=False)(x)))
+
+    plain, x = hk.without_apply_rng(hk.transform(forward)), normal((64, 64))
+    base = hki.quantize_params(plain.init(jax.random.key(0), x), **options)
+    model, trained = hki.freeze(plain, hki.add_lora(base, 0, rank=4))
+    step = jax.value_and_grad(lambda p: ((model.apply(p, x) - normal((64, 32), 1)) ** 2).mean())
+    losses = []
+    for _ in range(3):
+        loss, grads = step(trained)
+        losses.append(loss)
+        trained = jax.tree.map(lambda p, g: p - 20 * g, trained, grads)
+    assert losses[2] < 0.99 * losses[0]
+    hki.save(tmp_path / "tuned", model.params(trained))
+    tuned = hki.load(tmp_path / "tuned")
+    merged, dense = hki.merge_lora(tuned, requantize=True), hki.merge_lora(tuned)
+    assert jax.tree.structure(merged) == jax.tree.structure(base)
+    for own in ("linear", "linear_1"):
+        want = dense[own]["w"]
+        lost = jnp.linalg.norm(hki.materialize(merged[own]["w"]) - want)
+        assert 0.2 * error < lost / jnp.linalg.norm(want) < error
+    hki.save(tmp_path / "merged", merged)
+    served = jax.jit(hki.transform_implicit(plain).apply)
+    got, want = served(hki.load(tmp_path / "merged"), x), plain.apply(hki.materialize(merged), x)
+    close(got, want)
+
+
+@pytest.mark.parametrize("options", [dict(dtype="trellis3"), dict(dtype="int8", rotate=True)])
+def test_requantizing_without_a_change_keeps_the_codes(options):
+    """Also of a stack, of a column of zeros, and of a weight with another one's scale."""
+    w = normal((2, 64, 32)).at[..., 3].set(0)
+    base = hki.quantize_params({"m": {"w": w}}, matrix_axes={}, **options)
+    lora = hki.add_lora(base, 0, rank=1, matrix_axes={})
+    again = hki.merge_lora(lora, requantize=True)
+    close(hki.materialize(again), hki.materialize(base), 1e-6)
+    column = jnp.zeros((2, 1, 32)).at[..., 3].set(1)
+    lora["m"]["w"] = lora["m"]["w"]._replace(b=column)
+    want = hki.merge_lora(lora)["m"]["w"][..., 3]
+    again = hki.materialize(hki.merge_lora(lora, requantize=True))["m"]["w"][..., 3]
+    assert jnp.linalg.norm(again - want) < 0.3 * jnp.linalg.norm(
+        want
+    )  # (trellis3: 0.27 for one column)
+
+
 def test_a_type_that_is_not_quantized_again_is_said():
-    w = jnp.asarray(normal((64, 32)))
-    params = {"a": {"w": hki.quantize_params({"w": w}, dtype="int4", rotate=True)["w"]}}
-    lora = hki.add_lora(params, 0, rank=2)
+    w = hki.adapters.Rotated.quantize(normal((64, 32)), lambda w, _: w)
+    lora = hki.add_lora({"a": {"w": w}}, 0, rank=2)
     with pytest.warns(UserWarning, match="a/w: merged into a dense weight, since Rotated"):
         merged = hki.merge_lora(lora, requantize=True)
     np.testing.assert_array_equal(merged["a"]["w"], hki.merge_lora(lora)["a"]["w"])

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.adapters.operators import Hadamard
 from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter
@@ -23,6 +24,7 @@ from haiku_implicit.params.adapters.parts import AdapterParts
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.selection import describe
 from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.types.trellis import TrellisMatrix
 
 
 def merge_adapters(params: SameTree, *, requantize: bool = False) -> SameTree:
@@ -37,7 +39,9 @@ def merge_adapters(params: SameTree, *, requantize: bool = False) -> SameTree:
       requantize: whether an adapter on a quantized weight is merged into a quantized weight. False:
         the result is dense, exact but of the dense size. True: it has the format of the quantized
         weight, small but rounded again, so that a correction finer than the format's step is lost.
-        Other types than `QuantizedMatrix`, such as `Rotated`, become dense, with a warning.
+        Codes that `quantize_with_inputs` found become codes that know no inputs, which costs most
+        with trellis codes of two and three bits: for them, quantize the dense merged weights with
+        inputs again. Weights of other types become dense, with a warning.
         `compare_params(params, merged)` reports the loss, for each weight and for the model's
         outputs.
 
@@ -82,7 +86,7 @@ def _merged(parameter: trees.Parameter, requantize: bool) -> Array:
     dense, base = materialize_array(value), parts.base_of(value)
     if not requantize or not is_implicit(base):
         return dense
-    if not isinstance(getattr(base, "matrix", base), QuantizedMatrix):
+    if not _can_be_requantized(base):
         warn_caller(
             f"{parameter.path}: merged into a dense weight, since {type(base).__name__} can't be "
             "quantized again; quantize_params or quantize_with_inputs makes it anew"
@@ -92,6 +96,16 @@ def _merged(parameter: trees.Parameter, requantize: bool) -> Array:
     # With the tree structure of the base, for optimizer states and compiled functions.
     same = jax.tree.unflatten(jax.tree.structure(base), jax.tree.leaves(new))
     return same if same.dtype == new.dtype else new
+
+
+def _can_be_requantized(base: Array) -> bool:
+    """Whether a weight without adapters is quantized, or holds a quantized weight."""
+    match base:
+        case Rotated():
+            return isinstance(base.rotation, Hadamard) and _can_be_requantized(base.w)
+        case ScaledMatrix():
+            return _can_be_requantized(base.matrix)
+    return isinstance(base, QuantizedMatrix | TrellisMatrix)
 
 
 def _leaf_ids(value: Array) -> tuple[int, ...]:

@@ -304,7 +304,7 @@ def _how_by_rule(
             "rules: act_static_scale has no form together with what is quantized by its inputs; use "
             "quantize_params, or leave it out"
         )
-    return None if rule is None else how.by_rule(rule, parameter.value.shape)
+    return None if rule is None else how.by_rule(rule, parameter)
 
 
 def _check_activation(method: str, how: QuantizeOptions) -> None:

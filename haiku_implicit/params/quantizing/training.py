@@ -205,7 +205,7 @@ def quantization_aware(
       The tree with `FakeQuantized` for each weight that a rule quantizes, and mappings as dicts.
 
     Raises:
-      ValueError: for rules that quantize nothing, or that quantize activations.
+      ValueError: for rules that quantize nothing, that quantize activations, or that rotate.
       TypeError: for anything but rules.
 
     Example:
@@ -223,6 +223,8 @@ def quantization_aware(
                 f"rules[{i}]: expected act_qtype=None, because only weights are rounded here, got "
                 f"{rule.act_qtype!r}; quantized_training has activations"
             )
+        if rule.rotate:
+            raise ValueError(f"rules[{i}]: expected rotate=False: training does not rotate weights")
 
     def make(parameter: trees.Parameter, rule: QuantRule) -> FakeQuantized:
         options = rule.weight_options(parameter.value.shape[-2])

@@ -174,7 +174,7 @@ class QuantizeOptions:
 
     def fits(self, module_name: str, name: str, value: Array) -> bool:
         """Whether the groups, and tiles of rows, divide the axes, and no look-up needs a rotation."""
-        if self._is_rotated_table(name):
+        if self.is_rotated_table(name):
             return False
         size, length, rows = self.divisor, value.shape[self.axis], value.shape[-3 - self.axis]
         if size is None or isinstance(size, str):
@@ -182,7 +182,7 @@ class QuantizeOptions:
         tile, group = size if isinstance(size, tuple) else (1, size)
         return length % group == 0 and rows % tile == 0
 
-    def _is_rotated_table(self, name: str) -> bool:
+    def is_rotated_table(self, name: str) -> bool:
         """Whether a parameter is `hk.Embed`'s: a look-up of a row would rotate the whole table."""
         return self.is_rotated and name == "embeddings"
 
@@ -209,7 +209,7 @@ class QuantizeOptions:
 
     def told(self, left: Sequence[Parameter], *, prepared: bool) -> str:
         """The warning about weights that the groups do not divide, or that are not rotated."""
-        if tables := [p for p in left if self._is_rotated_table(p.name)]:
+        if tables := [p for p in left if self.is_rotated_table(p.name)]:
             others = [p for p in left if p not in tables]
             rest = f". {self.told(others, prepared=prepared)}" if others else ""
             return (
@@ -232,9 +232,13 @@ class QuantizeOptions:
             f" {see('groups-that-do-not-fit')}"
         )
 
-    def by_rule(self, rule: QuantRule, shape: tuple[int, ...]) -> Self:
-        """The options of a rule for a weight of this shape, with the same `axis` and `scale_dtype`."""
-        return dataclasses.replace(self, **rule.weight_options(shape[self.axis]))
+    def by_rule(self, rule: QuantRule, parameter: Parameter) -> Self:
+        """The options of a rule for a weight, with the same `axis` and `scale_dtype`."""
+        options = rule.weight_options(parameter.value.shape[self.axis])
+        new = dataclasses.replace(self, **options, rotate=rule.rotate)
+        return (
+            dataclasses.replace(new, rotate=False) if new.is_rotated_table(parameter.name) else new
+        )
 
     def quantize(self, w: jax.Array, moments: jax.Array | None = None) -> ImplicitArray:
         """A weight quantized with these options; for a struct, the struct of the result."""
@@ -252,13 +256,8 @@ class QuantizeOptions:
             known = {name: x for name, x in vars(self).items() if name != "rotate"}
             return QuantizedMatrix.quantize(w, **known, moments=moments)
         # The codes fit the rounded scales: bfloat16 has the range of any weight.
-        wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
-        largest = jnp.abs(wide).max(-2, keepdims=True)
-        largest = jnp.where(largest == 0, 1, largest)  # (the squares may overflow)
-        bits = trellis.BITS[self.dtype]
-        rms = trellis.CODES[bits].rms
-        scale = jnp.sqrt(((wide / largest) ** 2).mean(-2)) * (largest[..., 0, :] / rms)
-        scale = scale.astype(jnp.bfloat16)
+        bits, wide = trellis.BITS[self.dtype], w.astype(jnp.promote_types(w.dtype, jnp.float32))
+        scale = trellis.best_scales(wide, bits).astype(jnp.bfloat16)
         numbers = wide / jnp.where(scale == 0, 1, scale).astype(wide.dtype)[..., None, :]
         codes = trellis.TrellisMatrix.encode(numbers, bits, moments, w.dtype)
         if moments is not None:

@@ -152,6 +152,8 @@ class QuantRule:
         these statistics are averaged over. Along the other axes that have scales each index keeps its
         scale, so that their lengths have to stay the same. The average of largest magnitudes clips
         larger values, by much if the examples of a batch differ.
+      rotate: whether the inputs of stored weights are rotated before the weights are quantized, as for
+        `quantize_params`; tables of `hk.Embed` are not rotated. Rules for training can't rotate.
 
     Raises:
       ValueError: for an option out of its range, by its name.
@@ -174,6 +176,7 @@ class QuantRule:
     tile_size: int | float | None = None
     act_static_scale: bool = False
     act_batch_axes: Collection[int] = (0,)
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         compiled("module_path", self.module_path)
@@ -186,6 +189,11 @@ class QuantRule:
         if self.act_static_scale and self.act_qtype is None:
             raise ValueError(
                 "act_static_scale: expected an act_qtype with it, got None; give one, or leave it out"
+            )
+        if self.act_static_scale and self.rotate:
+            raise ValueError(
+                "rotate: the statistics of act_static_scale are those of inputs that are not rotated; "
+                "leave out one of them"
             )
 
     def _set(self, **changes: Any) -> None:
@@ -236,8 +244,11 @@ class QuantRule:
         """Returns how the forward pass quantizes a weight, or an activation.
 
         Raises:
-          ValueError: for a format or a method that stored weights have, and operands of products not.
+          ValueError: for a format, a method or a rotation that stored weights have, and operands of
+            products not.
         """
+        if is_weight and self.rotate:
+            raise ValueError("rotate: only stored weights are rotated, and no products in training")
         static = self.act_static_scale and not is_weight
         return self._operand(
             "weight" if is_weight else "act",

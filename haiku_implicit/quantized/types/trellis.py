@@ -163,6 +163,30 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
         words = _words(numbers, moments, bits, steps)
         return cls(words, w.shape[-1], bits, dtype=np.dtype(dtype or w.dtype))
 
+    def requantize(self, w: Array) -> Self:
+        """Encodes another weight of the same shape, with as many bits, and without inputs.
+
+        Args:
+          w: a dense weight of this shape.
+        """
+        if np.shape(w) != self.shape:
+            raise ValueError(f"w: expected shape {list(self.shape)}, got {list(np.shape(w))}")
+        new = self.encode(w if self.axis == -1 else w.mT, self.bits, dtype=self.dtype)
+        return new._replace(axis=self.axis, shape=None)
+
+    def new_scales(self, w: Array, scale: Array) -> jax.Array:
+        """Returns scales for another weight: one that is within 15 % of the best one stays as it is.
+
+        With the same scales, numbers that are codes already stay the same.
+
+        Args:
+          w: a dense weight of this shape.
+          scale: the present scales, along `axis`.
+        """
+        best = best_scales(w, self.bits, self.axis)
+        near = jnp.abs(best - scale) <= 0.15 * best
+        return jnp.where(near, scale, best).astype(scale.dtype)
+
     @property
     def field_axes(self) -> dict[str, str]:  # type: ignore[override]
         """Words have the axis of the rows; sequences are not cut."""
@@ -191,6 +215,22 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
     def materialize(self) -> jax.Array:
         numbers = _decoded(self.words, self.bits, self.length).astype(self.dtype)
         return numbers if self.axis == -1 else jnp.swapaxes(numbers, -1, -2)
+
+
+def best_scales(w: Array, bits: int, axis: int = -1) -> jax.Array:
+    """Returns the scales, along an axis, that give normally distributed numbers the least error.
+
+    Args:
+      w: `[..., n, m]`, floating.
+      bits: of a number.
+      axis: the axis that each number of the scales is an index of, -1 or -2.
+    """
+    other = -3 - axis
+    wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
+    largest = jnp.abs(wide).max(other, keepdims=True)
+    largest = jnp.where(largest == 0, 1, largest)  # (the squares may overflow)
+    rms = jnp.sqrt(((wide / largest) ** 2).mean(other)) * jnp.squeeze(largest, other)
+    return rms / CODES[bits].rms
 
 
 def sequences(numbers: int) -> tuple[int, int]:
