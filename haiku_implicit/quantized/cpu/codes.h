@@ -47,6 +47,9 @@ inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit 
 // What is called once for many products is not worth compiling wherever it is called.
 #define HKI_ONCE __attribute__((noinline))
 
+// What is compiled for constants is.
+#define HKI_INLINE inline __attribute__((always_inline))
+
 // Loops over a few vectors, which are kept in registers only if it is unrolled.
 #define HKI_UNROLL _Pragma("GCC unroll 16")
 

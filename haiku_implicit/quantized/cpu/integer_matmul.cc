@@ -28,8 +28,8 @@ struct Rounded {
 
   Rounded(const Integers& w, int64_t rows)
       : rows(rows),
-        row_codes(w.pieces() * w.vectors() * w.parts() * kWide),
-        row_starts(w.starts() * kLanes),
+        row_codes(w.pieces * w.vectors * w.parts * kWide),
+        row_starts(w.starts * kLanes),
         row_sums(round_up(w.w.groups, kLanes)) {}
 
   // How much memory it takes, in numbers of four bytes.
@@ -42,35 +42,42 @@ struct Rounded {
   }
 };
 
+// Puts the codes of groups, each of `size` bytes of the matrix, where `integer_rows` reads them.
+HKI_INLINE void spread(const Integers& w, const int8_t* flat, int64_t size, int8_t* codes) {
+  for (int64_t i = 0; i < w.w.groups; ++i)
+    for (int64_t part = 0; part < w.parts; ++part)
+      for (int64_t at = 0; at < size; at += kWide) {
+        const int64_t byte = w.several ? i * size : i * w.vectors * kWide + at;
+        std::memcpy(codes + (byte / kWide * w.parts + part) * kWide + byte % kWide,
+                    flat + i * w.w.group + part * size + at, std::min(kWide, size - at));
+      }
+}
+
 void round_row(const Integers& w, const float* x, int64_t row, bool in_groups, const Rounded& out) {
-  const int64_t size = w.group_bytes(), groups = w.w.groups, group = w.w.group;
-  float* scales = scratch(groups + groups * group / 4 + 1);
-  int8_t* flat = reinterpret_cast<int8_t*>(scales + groups);
+  const int64_t groups = w.w.groups, starts = w.starts, each = out.row_codes / starts;
+  const int64_t in_start = w.in_start, lanes = kLanes / in_start;
+  float* scales = scratch(groups + kLanes + groups * w.w.group / 4 + 1);
+  int8_t* flat = reinterpret_cast<int8_t*>(scales + groups + kLanes);
+  std::fill_n(scales + groups, kLanes, 0.0f);
   round_parts(w, x, in_groups, scales, flat);
   int8_t* codes = out.codes + row * out.row_codes;
   std::fill_n(codes, out.row_codes, 0);
-  for (int64_t i = 0; i < groups; ++i)
-    for (int64_t part = 0; part < w.parts(); ++part)
-      for (int64_t at = 0; at < size; at += kWide) {
-        const int64_t byte = w.several() ? i * size : i * w.vectors() * kWide + at;
-        std::copy_n(flat + i * group + part * size + at, std::min(kWide, size - at),
-                    codes + (byte / kWide * w.parts() + part) * kWide + byte % kWide);
-      }
-  const int64_t each = out.row_codes / w.starts(), in_start = w.several() ? kWide / size : 1;
+  constexpr int64_t kUsual = 16;
+  w.group_bytes == kUsual ? spread(w, flat, kUsual, codes) : spread(w, flat, w.group_bytes, codes);
+  const Ints of_lane = w.of_lanes();
   float* sums = out.sums + row * out.row_sums;
   std::fill_n(sums, out.row_sums, 0.0f);
-  for (int64_t i = 0; i < w.starts(); ++i) {
+  for (int64_t i = 0; i < starts; ++i) {
     Ints start = {};
-    Floats scale = {};
     for (int64_t at = 0; at < each; at += kWide)
       start = add_products(start, Wide{} + 1, load<Wide>(codes + i * each + at));
+    int32_t of_lanes[kLanes];
+    std::memcpy(of_lanes, &start, sizeof(start));
     for (int64_t n = 0; n < in_start && i * in_start + n < groups; ++n)
-      for (int64_t lane = n * kLanes / in_start; lane < (n + 1) * kLanes / in_start; ++lane) {
-        scale[lane] = scales[i * in_start + n] * w.unit;
-        sums[i * in_start + n] += start[lane];
-      }
+      for (int64_t lane = n * lanes; lane < (n + 1) * lanes; ++lane) sums[i * in_start + n] += of_lanes[lane];
     start *= -w.bias;
     std::memcpy(out.start + row * out.row_starts + i * kLanes, &start, sizeof(start));
+    const Floats scale = permuted(load<Floats>(scales + i * in_start), of_lane) * w.unit;
     store(out.scale + row * out.row_starts + i * kLanes, scale);
   }
   for (int64_t i = 0; i < groups; ++i) sums[i] *= scales[i];
@@ -83,21 +90,20 @@ template <Values how, int M, int R>
 void integer_rows(const Integers& integers, const Rounded& x, int64_t m0, int64_t first,
                   int64_t last, float* y) {
   const Weights& w = integers.w;
-  const bool several = integers.several();
-  const int64_t starts = integers.starts(), size = integers.group_bytes();
-  const int64_t vectors = several ? 1 : integers.vectors();  // of a start; and its bytes and groups
-  const int64_t bytes = several ? kWide : size, groups = several ? kWide / size : 1;
+  const bool several = integers.several;
+  const int64_t starts = integers.starts, size = integers.group_bytes;
+  const int64_t vectors = several ? 1 : integers.vectors;  // of a start; and its bytes and groups
+  const int64_t bytes = several ? kWide : size, groups = integers.in_start;
   constexpr int P = how == kBytes ? 1 : 2;
   const int64_t ahead = std::max(kAhead, R * w.stored);
   Span span(w);
   float* memory = scratch(span.size() + R * w.padded() / 4);
   span.place(memory);
   uint8_t* padded = reinterpret_cast<uint8_t*>(memory + span.size());
-  Ints of_lane, of_last;  // the group that each lane belongs to, and for the last start
-  for (int i = 0; i < kLanes; ++i) {
-    of_lane[i] = 4 * i / (kWide / groups);
+  const Ints of_lane = integers.of_lanes();
+  Ints of_last;  // for the last start
+  for (int i = 0; i < kLanes; ++i)
     of_last[i] = std::min<int64_t>(of_lane[i], w.groups - 1 - (starts - 1) * groups);
-  }
   const int8_t* codes_of_x[M];
   const int32_t* start[M];
   const float *scale_of_x[M], *sums_of_x[M];
@@ -196,7 +202,7 @@ void handle(const Call& call) {
   weights.length = length;
   const List<int64_t> table = call.list<int64_t>("table");
   Integers w{weights};
-  for (int i = 0; i < kWide; ++i) w.table[i] = table[i % table.size];
+  for (int i = 0; i < kWide; ++i) w.table[i] = table[i & (table.size - 1)];  // 1 or 16 of them
   w.largest = weights.nibbles() ? *std::max_element(table.data, table.data + table.size) : 255;
   w.bias = call.number<int64_t>("bias");
   w.unit = call.number<float>("unit");

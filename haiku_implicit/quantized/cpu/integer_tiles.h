@@ -25,23 +25,21 @@ constexpr int kTall = 2 * kLanes;     // rows of a tile
 constexpr int kTogether = kRegisters / 4;  // rows of x that are multiplied together
 constexpr int64_t kColumns = 64;      // rows of x that pass by while a tile's codes are near
 constexpr int64_t kSteps = 64;        // the most that are summed before they are scaled
-constexpr int64_t kRounded = 16;      // rows of x that a thread rounds at a time: `kColumns` are whole numbers of them
+constexpr int64_t kRounded = 16;      // rows of x that are rounded together: whole vectors of them
 constexpr int64_t kBeside = 32;       // times four bytes of a row, that are decoded at a time
 
 // Sums of products in a tile; those of 16 bits have the products of the first and last two of four codes
 // beside each other.
 #if defined(HKI_TILES_OF_16_BITS)
 using Sum = Words;
+using SumElement = int16_t;
 inline Sum add_step(Sum to, Wide a, Wide b) { return to + pairs(a, b); }
 inline Floats as_floats(Sum sum) { return __builtin_convertvector(of_pairs(sum), Floats); }
-inline int32_t added(int32_t to, int32_t first, int32_t last) {
-  return (to + first & 0xffff) | (int32_t)((uint32_t)(to >> 16) + last << 16);
-}
 #else
 using Sum = Ints;
+using SumElement = int32_t;
 inline Sum add_step(Sum to, Wide a, Wide b) { return add_products(to, a, b); }
 inline Floats as_floats(Sum sum) { return __builtin_convertvector(sum, Floats); }
-inline int32_t added(int32_t to, int32_t first, int32_t last) { return to + first + last; }
 #endif
 
 // How many steps of a group with so many are summed before they are scaled: an even number, so that the
@@ -59,15 +57,15 @@ int64_t together(const Integers& w, int64_t steps) {
 
 // Rounded rows of x in the order in which tiles need them, with zeros where there are no codes.
 struct Columns {
-  int64_t rows, steps, in_piece, pieces, groups;  // steps and pieces of a group; rows are whole `kTogether`
+  int64_t rows, steps, in_piece, pieces, groups;  // steps and pieces of a group; rows are whole `kRounded`
   int64_t width;   // rows that are beside each other: `kColumns`, or all
   int32_t* codes;  // [rows / width, groups, steps, width]: four each
   int32_t* start;  // [groups, pieces, rows]: sums of codes times what values have too much, negative
   float *scale, *sums;  // [groups, rows]
 
   Columns(const Integers& w, int64_t m)
-      : rows(round_up(m, m > kColumns ? kColumns : kTogether)),
-        steps(w.parts() * ((w.group_bytes() + 3) / 4)),
+      : rows(round_up(m, m > kColumns ? kColumns : kRounded)),
+        steps(w.parts * ((w.group_bytes + 3) / 4)),
         in_piece(together(w, steps)),
         pieces((steps + in_piece - 1) / in_piece),
         groups(w.w.groups),
@@ -79,39 +77,50 @@ struct Columns {
   }
   int64_t size() const { return groups * rows * (steps + pieces + 2); }
   void place(float* memory) {
-    std::fill_n(memory, size(), 0.0f);
     codes = reinterpret_cast<int32_t*>(memory);
     start = codes + groups * rows * steps;
     scale = reinterpret_cast<float*>(start + groups * rows * pieces);
     sums = scale + groups * rows;
   }
 
-  // Rounds rows [first, last) of x, and writes each step of all of them together.
-  void round(const Integers& w, const float* x, int64_t first, int64_t last, bool in_groups) const {
-    const int64_t group = w.w.group, size = w.group_bytes(), parts = w.parts(), some = last - first;
+  // Rounds `kRounded` rows of x, or as many as there are, and writes each step of all of them together.
+  void round(const Integers& w, const float* x, int64_t first, int64_t m, bool in_groups) const {
+    constexpr int kVectorsOfRows = kRounded / kLanes;
+    const int64_t group = w.w.group, size = w.group_bytes, parts = w.parts;
     const int64_t stride = round_up(groups * group, 64) + 64;  // not a power of two
-    float* scales = scratch(some * (groups + stride / 4));
-    int8_t* flat = reinterpret_cast<int8_t*>(scales + some * groups);
-    for (int64_t r = 0; r < some; ++r)
-      round_parts(w, x + (first + r) * w.w.length, in_groups, scales + r * groups, flat + r * stride);
-    for (int64_t i = 0; i < groups; ++i)
-      for (int64_t step = 0; step < steps; ++step) {
-        const int64_t at = step / parts * 4, count = std::min<int64_t>(4, size - at);
-        const int8_t* from = flat + i * group + step % parts * size + at;
-        int32_t* begin = start + (i * pieces + step / in_piece) * rows + first;
-        for (int64_t r = 0; r < some; ++r, from += stride) {
-          int8_t four[4] = {};
-          std::memcpy(four, from, count);
-          std::memcpy(codes_at(i, step, first) + r, four, 4);
-          const int32_t front = four[0] + four[1], back = four[2] + four[3];
-          begin[r] = added(begin[r], -w.bias * front, -w.bias * back);
-          sums[i * rows + first + r] += front + back;
-        }
+    float* scales = scratch(kRounded * (groups + stride / 4));
+    int8_t* flat = reinterpret_cast<int8_t*>(scales + kRounded * groups);
+    for (int64_t r = 0; r < kRounded; ++r)
+      if (first + r < m) {
+        round_parts(w, x + (first + r) * w.w.length, in_groups, scales + r * groups, flat + r * stride);
+      } else {
+        std::fill_n(scales + r * groups, groups, 0.0f);
+        std::fill_n(flat + r * stride, groups * group, 0);
       }
     for (int64_t i = 0; i < groups; ++i)
-      for (int64_t r = 0; r < some; ++r) {
-        scale[i * rows + first + r] = scales[r * groups + i] * w.unit;
-        sums[i * rows + first + r] *= scales[r * groups + i];
+      for (int v = 0; v < kVectorsOfRows; ++v) {
+        const int64_t row = first + v * kLanes;
+        Floats total = {}, of_group;
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+          const int64_t end = std::min(steps, (piece + 1) * in_piece);
+          Sum sum = {};
+          for (int64_t step = piece * in_piece; step < end; ++step) {
+            const int64_t at = step / parts * 4, bits = 8 * std::min<int64_t>(4, size - at);
+            const int8_t* from = flat + v * kLanes * stride + i * group + step % parts * size + at;
+            Ints four;
+            HKI_UNROLL
+            for (int r = 0; r < kLanes; ++r) std::memcpy(&four[r], from + r * stride, 4);
+            four &= static_cast<int32_t>(0xffffffff >> (32 - bits));
+            std::memcpy(codes_at(i, step, row), &four, sizeof(four));
+            sum = add_step(sum, Wide{} + 1, (Wide)four);
+          }
+          total += as_floats(sum);
+          sum *= static_cast<SumElement>(-w.bias);
+          std::memcpy(start + (i * pieces + piece) * rows + row, &sum, sizeof(sum));
+        }
+        for (int r = 0; r < kLanes; ++r) of_group[r] = scales[(v * kLanes + r) * groups + i];
+        store(scale + i * rows + row, of_group * w.unit);
+        store(sums + i * rows + row, total * of_group);
       }
   }
 };
@@ -192,14 +201,14 @@ class Tile {
 
   // A group's codes of the next tile. (These rows may be too many ways apart for the CPU to foresee them.)
   void ask_for_next(int64_t group) const {
-    const int64_t size = integers_.group_bytes(), begin = round_up(group * size, 64);
+    const int64_t size = integers_.group_bytes, begin = round_up(group * size, 64);
     for (int64_t at = begin; at < (group + 1) * size; at += 64)
       for (int r = 0; r < kTall; ++r) __builtin_prefetch(codes_[r] + kTall * w_.row_bytes() + at, 0, 2);
   }
 
   // Values of all steps. (Groups of whole steps follow each other.)
   void decode() {
-    const int64_t size = integers_.group_bytes(), runs = size % 4 ? x_.groups : 1;
+    const int64_t size = integers_.group_bytes, runs = size % 4 ? x_.groups : 1;
     const int64_t count = x_.groups * x_.steps / kParts / runs;
     Wide* out = tile_;
     for (int64_t run = 0; run < runs; ++run)
@@ -286,7 +295,7 @@ void by_tiles(const Integers& w, const float* x, int64_t m, bool in_groups, floa
   Columns columns(w, m);
   columns.place(scratch<1>(columns.size()));
   team.each((m + kRounded - 1) / kRounded, [&](int64_t i) {
-    columns.round(w, x, i * kRounded, std::min(m, (i + 1) * kRounded), in_groups);
+    columns.round(w, x, i * kRounded, m, in_groups);
   });
   const auto part = [&](auto nibbles, int64_t first, int64_t last) {
     Tile<decltype(nibbles)::value> tile(w, columns);

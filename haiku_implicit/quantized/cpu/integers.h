@@ -106,6 +106,22 @@ struct Integers {
   float unit;       // of the values
   uint8_t flipped;  // the bits of codes that are flipped in their values, if these are counted
 
+  // (Known once: dividing takes longer than multiplying a row of the matrix.)
+  int64_t parts;        // vectors of values for one of codes
+  int64_t group_bytes;
+  bool several;
+  int64_t pieces, vectors;     // parts of a row that begin new vectors, and the vectors of each
+  int64_t starts, in_start;  // sums that begin for themselves, and the groups of each
+
+  explicit Integers(const Weights& w)
+      : w(w), parts(w.nibbles() ? 2 : 1), group_bytes(w.stored / w.groups) {
+    several = group_bytes < kWide && group_bytes % 4 == 0 && kWide % group_bytes == 0;
+    pieces = several ? 1 : w.groups;
+    vectors = ((several ? w.stored : group_bytes) + kWide - 1) / kWide;
+    starts = several ? vectors : pieces;
+    in_start = several ? kWide / group_bytes : 1;
+  }
+
   Values values() const {
     if (!w.nibbles()) return kBytes;
     bool counted = true;
@@ -113,16 +129,12 @@ struct Integers {
     return counted ? kCounted : largest <= kSmall ? kSmallTable : kAnyTable;
   }
 
-  int64_t parts() const { return w.nibbles() ? 2 : 1; }  // vectors of values for one of codes
-  int64_t group_bytes() const { return w.stored / w.groups; }
-  bool several() const {
-    return group_bytes() < kWide && group_bytes() % 4 == 0 && kWide % group_bytes() == 0;
+  // Which group of its start each lane belongs to.
+  Ints of_lanes() const {
+    Ints out;
+    for (int i = 0; i < kLanes; ++i) out[i] = i * (int)in_start / kLanes;
+    return out;
   }
-  // Bytes that are cut into vectors, in one of `pieces()`.
-  int64_t piece() const { return several() ? w.stored : group_bytes(); }
-  int64_t pieces() const { return several() ? 1 : w.groups; }
-  int64_t vectors() const { return (piece() + kWide - 1) / kWide; }  // of a piece
-  int64_t starts() const { return several() ? vectors() : pieces(); }
 
   // The codes at `p`, as values.
   template <Values how>
@@ -147,7 +159,7 @@ constexpr float kSmallestScale = 0x1p-63f;
 
 // The nearest of the codes -128 to 127 for each element, ties to even, and their scale: the largest
 // magnitude is 127.5 steps. NaN where an element is not finite.
-float round_row(const float* x, int64_t length, int8_t* codes) {
+HKI_INLINE float round_row(const float* x, int64_t length, int8_t* codes) {
   int32_t largest = 0;
   for (int64_t k = 0; k < length; ++k) {
     int32_t bits;
@@ -170,8 +182,11 @@ float round_row(const float* x, int64_t length, int8_t* codes) {
 void round_parts(const Integers& w, const float* x, bool in_groups, float* scales, int8_t* codes) {
   const int64_t length = w.w.length, groups = w.w.groups, group = w.w.group;
   if (in_groups)
-    for (int64_t i = 0; i < groups; ++i)
-      scales[i] = round_row(x + i * group, std::min(group, length - i * group), codes + i * group);
+    for (int64_t i = 0; i < groups; ++i) {
+      const int64_t at = i * group, size = std::min(group, length - at);
+      constexpr int64_t kUsual = 32;  // such groups have their own code, without loops
+      scales[i] = size == kUsual ? round_row(x + at, kUsual, codes + at) : round_row(x + at, size, codes + at);
+    }
   else
     std::fill_n(scales, groups, round_row(x, length, codes));
   std::fill(codes + length, codes + groups * group, 0);

@@ -48,24 +48,25 @@ class __attribute__((visibility("hidden"))) Threads {
     return found;
   }
 
-  // Runs `task(i)` for all i < count, here and on others. If they serve another call, here alone.
-  void run(int64_t count, const Task& task) {
+  // Runs `task(i)` for all i < count, here and on others. If they serve another call, or all sleep and
+  // are not to be woken for it, here alone.
+  void run(int64_t tasks, const Task& task, bool wake) {
     const std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
-    if (!mine || count < 2) {
-      for (int64_t i = 0; i < count; ++i) task(i);
+    if (!mine || tasks < 2 || !wake && asleep_ == count() - 1) {
+      for (int64_t i = 0; i < tasks; ++i) task(i);
       return;
     }
     const uint64_t before = next_ >> 32;
     next_ = before << 32 | kIndex;  // nothing is taken while the call is written down
-    task_ = &task, count_ = static_cast<uint32_t>(count), done_ = 0;
+    task_ = &task, count_ = static_cast<uint32_t>(tasks), done_ = 0;
     next_ = before + 1 << 32;
-    if (asleep_) {
+    if (wake && asleep_) {
       const std::lock_guard<std::mutex> hold(sleep_);
       wake_.notify_all();
     }
     take();
-    wait(kAwake, [&] { return done_ == count; });
-    while (done_ < count) std::this_thread::yield();
+    wait(kAwake, [&] { return done_ == tasks; });
+    while (done_ < tasks) std::this_thread::yield();
   }
 
  private:
@@ -118,7 +119,7 @@ class __attribute__((visibility("hidden"))) Threads {
   static bool wait(std::chrono::microseconds time, const Condition& condition) {
     const auto start = std::chrono::steady_clock::now();
     do {
-      for (int i = 0; i < 64; ++i, pause())
+      for (int i = 0; i < 256; ++i, pause())
         if (condition()) return true;
       std::this_thread::yield();
     } while (std::chrono::steady_clock::now() - start < time);
@@ -156,13 +157,14 @@ __attribute__((noinline)) float* scratch(size_t size) {
   return memory.get();
 }
 
-// So many threads, this one among them.
+// So many threads, this one among them. If the others sleep, they are only woken for what takes long.
 struct Team {
   int64_t threads;
+  bool wake;
 
   // Runs `task(i)` for all i < count.
   void each(int64_t count, const haiku_implicit::Task& task) const {
-    if (threads > 1) return haiku_implicit::Threads::get().run(count, task);
+    if (threads > 1) return haiku_implicit::Threads::get().run(count, task, wake);
     for (int64_t i = 0; i < count; ++i) task(i);
   }
 
@@ -175,18 +177,23 @@ struct Team {
   }
 };
 
-// How many threads XLA's pool allows for so many products. Each has to have some, to be worth waking.
-inline int64_t worthwhile(int64_t threads, int64_t products) {
-  constexpr int64_t kWorth = 1 << 17;
-  return std::min({threads, haiku_implicit::Threads::count(), 1 + products / kWorth});
+// As many threads as XLA's pool allows for so many products: each has to have some, and waking them takes
+// as long as more of these.
+constexpr int64_t kWorth = 1 << 14, kWorthWaking = 1 << 17;
+inline Team worthwhile(int64_t threads, int64_t products) {
+  threads = std::min({threads, haiku_implicit::Threads::count(), 1 + products / kWorth});
+  return {threads, products >= kWorthWaking};
 }
 
 // Runs `function(b, team)` for a batch of matrices, of so many products each. Threads share a matrix or,
 // if there are many small ones, and these may be `apart`, the batch.
 template <typename Function>
 void over_batch(int64_t batch, int64_t products, int64_t threads, bool apart, const Function& function) {
-  Team of_one{worthwhile(threads, products)}, of_all{1};
-  if (apart && of_one.threads == 1) of_all.threads = worthwhile(threads, batch * products);
+  Team of_one = worthwhile(threads, products), of_all{1};
+  if (apart && !of_one.wake && batch >= 4 * of_one.threads) {
+    of_one = {1};
+    of_all = worthwhile(threads, batch * products);
+  }
   of_all.each(batch, [&](int64_t b) { function(b, of_one); });
 }
 

@@ -153,7 +153,7 @@ void trellis_encode(const Call& call) {
   const int64_t batch = w.size() / std::max<int64_t>(1, rows * columns), count = columns / length;
   const auto run = bits == 2 ? encode<2> : bits == 3 ? encode<3> : encode<4>;
   const int64_t stride = columns * bits / 16;
-  const Team team{worthwhile(call.threads(), w.size() << 10)};
+  const Team team = worthwhile(call.threads(), w.size() << 10);
   team.each(batch * count, [&](int64_t task) {
     const int64_t b = task / count, at = task % count * length;
     run({w.floats() + b * rows * columns + at,

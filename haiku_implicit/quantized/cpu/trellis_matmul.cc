@@ -441,7 +441,7 @@ void trellis_decode(const Call& call) {
   const int64_t size = words.shape.back(), rows = words.size() / size, lanes = size / bits;
   const Matrix w{static_cast<const uint16_t*>(words.data), rows, lanes * kSteps, lanes, steps / kSteps, (int)bits};
   const auto run = bits == 2 ? decode_row<2> : bits == 3 ? decode_row<3> : decode_row<4>;
-  const Team team{worthwhile(call.threads(), out.size())};
+  const Team team = worthwhile(call.threads(), out.size());
   team.parts(rows, 1, 64, [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) run(w, r, out.floats() + r * w.length);
   });
