@@ -17,16 +17,25 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal, Var, jaxpr_as_fun
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.edits.higher import Changes
 from haiku_implicit.mox.program import interface, tree
 from haiku_implicit.mox.program.interface import Interface, Path, Slot, as_key, by_path, unread
-from haiku_implicit.mox.program.program import ANY_KEY, Piece, Program, init_called, program_of, run
-from haiku_implicit.mox.program.sites import Site, depends, is_known, sites_of
-from haiku_implicit.mox.program.tree import Atom, Body, ModuleCall, Node
+from haiku_implicit.mox.program.program import (
+    ANY_KEY,
+    Piece,
+    Program,
+    depends,
+    init_called,
+    program_of,
+    pruned,
+    run,
+)
+from haiku_implicit.mox.program.sites import Site, is_known, sites_of
+from haiku_implicit.mox.program.tree import Atom, ModuleCall, Node
 
 
 def replace(
@@ -179,9 +188,9 @@ class Edit:
         """
         if not any(self.mox.body.uses[v] for v in self.face.rng.atoms):
             return set()
-        eqns = tree.equations_in(self.mox.body)
-        found = (x.invars for x in eqns if x.primitive is jex.random_fold_in_p)
-        return {int(number.val) for _, number in found if isinstance(number, Literal)}
+        found = (x for x in tree.walk(self.mox.body) if isinstance(x, tree.Equation))
+        numbers = (x.inputs[1] for x in found if x.primitive is jex.random_fold_in_p)
+        return {int(number.val) for number in numbers if isinstance(number, Literal)}
 
     def _shared(self, node: Node, face: Interface) -> list[tuple[Any, Any]]:
         """Adds the entries of a function. Pairs its variables with earlier ones if shared."""
@@ -323,7 +332,9 @@ def _init_of(old: Program, new: Program, grafts: Sequence[Graft]) -> Callable[..
             own = _initial(graft, key)
             if own is None:
                 given = _arguments(new.interface, entries, rng, args, kwargs)
-                inputs = run(_only(new.body, graft.inputs), new.body.consts, given)
+                needed = tree.needed(new.body.children, set(tree.variables(graft.inputs)))
+                only = dataclasses.replace(new.body, children=needed, returns=graft.inputs)
+                inputs = run(only, only.consts, given)
                 own = graft.mox.initial(key, *inputs)
             for kind, x in zip(entries, own, strict=True):
                 entries[kind] = {**x, **entries[kind]}
@@ -354,16 +365,8 @@ def _initial(graft: Graft, key: Key | None) -> Any:
     init: Any = graft.mox.init
     avals = list(map(tree.shape_of, graft.inputs))
     closed, shapes = jax.make_jaxpr(init, return_shape=True)(key, *avals)
-    body = tree.body_of("init", closed)
-    num_keys = len(body.invars) - len(avals)
-    if any(depends(body, [False] * num_keys + [True] * len(avals))):
+    made, keys = jaxpr_as_fun(pruned(closed)), jax.tree.leaves(key)
+    if depends(made, [*keys, *avals], [False] * len(keys) + [True] * len(avals)):
         return None
     zeros = [np.zeros(x.shape, x.dtype) for x in avals]
-    leaves = run(_only(body, body.returns), body.consts, [*jax.tree.leaves(key), *zeros])
-    return map(by_path, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
-
-
-def _only(body: Body, returns: Sequence[Any]) -> Body:
-    """A program that computes some of its variables."""
-    children = tree.needed(body.children, set(tree.variables(returns)))
-    return dataclasses.replace(body, children=children, returns=tuple(returns))
+    return map(by_path, jax.tree.unflatten(jax.tree.structure(shapes), made(*keys, *zeros)))

@@ -86,29 +86,15 @@ def _names(sites: Sequence[Site]) -> dict[str, Site]:
 def with_taps(mox: Program, nodes: Sequence[Node]) -> Program:
     """The expression that returns its results and the values of nodes, by path."""
     new, slots = tapped(mox, nodes)
-    results = joined((new.interface.results, slots))
-    face = dataclasses.replace(new.interface, results=results)
+    filled = new.interface.results.filled, {name: slot.filled for name, slot in slots.items()}
+    face = dataclasses.replace(new.interface, results=_slot_of(filled))
     return new.with_nodes(new.body.children, face, new.init)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Variable:
-    atom: Atom
-
-
-def joined(slots: Tree) -> Slot:
-    """Joins a tree of slots into one slot."""
-    return _slot_of(jax.tree.map(_filled, slots, is_leaf=lambda x: isinstance(x, Slot)))
-
-
-def _filled(slot: Slot) -> Tree:
-    """The tree of a slot, with its variables as leaves of their own type."""
-    return slot.tree.merge(map(_Variable, slot.atoms))
-
-
 def _slot_of(filled: Tree) -> Slot:
-    structure, variables = marks.split(filled, lambda x: isinstance(x, _Variable))
-    return Slot(structure, tuple(x.atom for x in variables))
+    """The slot of a tree with variables and literals in it."""
+    structure, atoms = marks.split(filled, lambda x: isinstance(x, Var | Literal))
+    return Slot(structure, tuple(atoms))
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -186,7 +172,7 @@ def _interface(
       read: how often each variable of the model is read for the call.
     """
     structure, results = structures_of(node)
-    args, kwargs = _filled(Slot(structure, original.arguments))
+    args, kwargs = structure.merge(original.arguments)
     changed = {*original.hidden, *node.outputs}
     uses_state = any(changed.intersection(slot.atoms) for slot in face.new_state.values()) or any(
         read[v] for slot in face.state.values() for v in slot.atoms

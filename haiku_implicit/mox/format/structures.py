@@ -136,7 +136,7 @@ def interface_from_json(
         fits = f"there are {count} arrays in the {'/'.join(fields)}, and {len(atoms)} in the body"
         require(count == len(atoms), fits)
         face = face.with_atoms(fields, atoms)
-    named = face.args.tree.merge(face.args.atoms)
+    named = face.args.filled
     require(type(named) is dict, "args has to be a dict")
     same = set(named) == set(signature.parameters)
     require(same, "args has to have the names of the signature")

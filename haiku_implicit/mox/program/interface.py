@@ -32,6 +32,11 @@ class Slot(NamedTuple):
     tree: Static
     atoms: tuple[Any, ...]
 
+    @property
+    def filled(self) -> Tree:
+        """The tree with the variables in it."""
+        return self.tree.merge(self.atoms)
+
     def arrays_of(self, value: Any, label: str = "") -> list[Array]:
         """The arrays in a value for the slot, after checks: see `checked`."""
         return checked(label, self.tree, [v.aval for v in self.atoms], value)
@@ -94,7 +99,7 @@ class Interface:
     @property
     def inputs(self) -> tuple[Var, ...]:
         """The variables of the Haiku function's arguments, in the order of its signature."""
-        named = self.args.tree.merge(self.args.atoms)
+        named = self.args.filled
         ordered = jax.tree.leaves([named[name] for name in self.signature.parameters])
         own = set(self.args.atoms)
         return tuple(x for x in ordered if isinstance(x, Var) and x in own)

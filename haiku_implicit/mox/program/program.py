@@ -21,7 +21,6 @@ from haiku_implicit.core.typing import Array, Params, State, Tree
 from haiku_implicit.mox.program import interface, marks, tree
 from haiku_implicit.mox.program.interface import WHOLE, Interface, Path, Slot, as_key, by_path
 from haiku_implicit.mox.program.paths import with_full_paths
-from haiku_implicit.mox.program.sites import depends
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node, body_of
 from haiku_implicit.params.haiku.transformed import original_of, transform_implicit
 
@@ -75,7 +74,12 @@ class Program:
     def draws_random(self) -> bool:
         """Whether a result depends on the random key."""
         keys = set(self.interface.rng.atoms)
-        return any(depends(self.body, [v in keys for v in self.body.invars]))
+
+        def on_arrays(*arrays: Array) -> list[Array]:
+            return run(self.body, self.body.consts, arrays)
+
+        invars = self.body.invars
+        return depends(on_arrays, map(tree.shape_of, invars), [v in keys for v in invars])
 
     def apply(self, *args: Any, **kwargs: Any) -> Tree:
         """The results of the model's `apply`, bit for bit: see `eval_mox`."""
@@ -277,6 +281,26 @@ def init_called(what: str, way_out: str) -> Iterator[None]:
     except Exception as e:
         e.add_note(f"{what}. {way_out}")
         raise
+
+
+def depends(fun: Callable[..., Any], avals: Iterable[Any], flags: Sequence[bool]) -> bool:
+    """Whether a result of a function depends on some of its arguments, without running it.
+
+    `jax.vmap` finds out: with these arguments mapped, no result may be mapped.
+
+    Args:
+      fun: the function, which takes arrays.
+      avals: its arguments, or their shapes and dtypes.
+      flags: for each argument, whether it is one of them.
+    """
+    in_axes = [0 if flag else None for flag in flags]
+    pairs = zip(avals, flags, strict=True)
+    avals = [x.update(shape=(1, *x.shape)) if flag else x for x, flag in pairs]
+    try:
+        jax.eval_shape(jax.vmap(fun, in_axes, out_axes=None, axis_size=1), *avals)
+    except (ValueError, NotImplementedError):
+        return True
+    return False
 
 
 def usual_key() -> Array:

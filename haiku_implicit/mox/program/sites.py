@@ -7,7 +7,6 @@ body with its sources, and a `Site` a node with its region and the path that new
 import collections
 import dataclasses
 import functools
-import itertools
 import posixpath
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -118,66 +117,6 @@ def _read_in(nodes: Sequence[Node], known: Sources) -> Iterator[Path]:
         if isinstance(x, Equation) and read:
             for body in x.bodies:
                 yield from _read_in(body.children, sources_of_body(x, body, known))
-
-
-# --- dependence ------------------------------------------------------------------------------------
-
-
-def depends(body: Body, flags: Sequence[bool]) -> list[bool]:
-    """Which results of a program depend on some of its arguments.
-
-    Args:
-      body: the program.
-      flags: for each argument, whether it is one of them.
-    """
-    found = {v for v, flag in zip(body.invars, flags, strict=True) if flag}
-    for step in tree.steps(body.children):
-        if _any_of(step.inputs, found):
-            flags = _of_results(step.equation, found) if step.equation else [True]
-            found.update(itertools.compress(step.outputs, flags))
-    return [is_known(x, found) for x in body.returns]
-
-
-def _any_of(atoms: Sequence[Atom], found: Container[Any]) -> bool:
-    return any(is_known(x, found) for x in atoms)
-
-
-def _flags(node: Equation, body: Body, found: Container[Any]) -> list[bool]:
-    """For each argument of a body of an equation, whether it is one of the variables in `found`."""
-    return [is_known(x, found) for _, x in given_to(node, body)]
-
-
-def _of_results(node: Equation, found: Container[Any]) -> list[bool]:
-    """Which results of an equation depend on the variables in `found`."""
-    everything = [True] * len(node.outputs)
-    if node.primitive in (jex.scan_p, jex.while_p):
-        return _of_loop(node, found)
-    if node.primitive is jex.cond_p and _any_of(node.inputs[:1], found):
-        return everything
-    whole = [len(body.returns) == len(node.outputs) for body in node.bodies]
-    if not whole or not all(whole) or any(len(x.invars) > len(node.inputs) for x in node.bodies):
-        return everything
-    flags = [depends(body, _flags(node, body, found)) for body in node.bodies]
-    return [any(each) for each in zip(*flags, strict=True)]
-
-
-def _of_loop(node: Equation, found: Container[Any]) -> list[bool]:
-    """Which results of a loop depend on the variables in `found`, also by way of earlier steps."""
-    body = next(x for x in node.bodies if x.name != "cond_jaxpr")
-    flags = _flags(node, body, found)
-    start, num_carry = arity_of(node, body)
-    while True:
-        results = depends(body, flags)
-        carry = [x or y for x, y in zip(flags[start:], results[:num_carry], strict=False)]
-        new = [*flags[:start], *carry[:num_carry], *flags[start + num_carry :]]
-        if new == flags:
-            break
-        flags = new
-    for cond in (x for x in node.bodies if x.name == "cond_jaxpr"):
-        consts = _flags(node, cond, found)[: len(cond.invars) - num_carry]
-        if any(depends(cond, [*consts, *flags[start:]])):
-            return [True] * len(node.outputs)
-    return [*flags[start:][:num_carry], *results[num_carry:]]
 
 
 # --- regions and sites -----------------------------------------------------------------------------

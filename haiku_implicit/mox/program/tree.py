@@ -391,19 +391,6 @@ def walk(node: Node, into_bodies: bool = True) -> Iterator[Node]:
             yield from walk(child, into_bodies)
 
 
-def equations_in(body: Body) -> Iterator[JaxprEqn]:
-    """The equations of a program and, once each, of the programs in it, in arbitrary order."""
-    eqns = [x.eqn for x in walk(body, into_bodies=False) if isinstance(x, Equation)]
-    seen: set[int] = set()
-    while eqns:
-        eqn = eqns.pop()
-        yield eqn
-        for _, jaxpr in jaxprs_of(eqn.params):
-            if id(jaxpr) not in seen:
-                seen.add(id(jaxpr))
-                eqns += jaxpr.eqns
-
-
 def calls(root: Any) -> Iterator[ModuleCall]:
     """The calls of modules (without constructors) and of inserted functions in a tree."""
     for node in root.children:

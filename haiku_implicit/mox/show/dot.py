@@ -125,7 +125,7 @@ def _boxes(origins: Origins, atom: Atom) -> set[str]:
 
 def _arrays(slot: Slot) -> Iterator[tuple[str, Any]]:
     """The arrays among arguments, with their names."""
-    named, _ = jax.tree_util.tree_flatten_with_path(slot.tree.merge(slot.atoms))
+    named, _ = jax.tree_util.tree_flatten_with_path(slot.filled)
     for path, x in named:
         if isinstance(x, Var):
             yield jax.tree_util.keystr(path, simple=True, separator="."), x
