@@ -10,13 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 
 import haiku_implicit as hki
+from haiku_implicit import ImplicitArray
+from haiku_implicit.adapters import Rotated
 from tests.cases import Diagonal, Nought, Outer
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     **{
         method: {"rank": 2}
-        for method in ("dora", "loha", "lokr", "vera", "locon", "low_rank_diagonal")
+        for method in (
+            "dora",
+            "hira",
+            "locon",
+            "loha",
+            "lokr",
+            "low_rank_diagonal",
+            "miss",
+            "randlora",
+            "vera",
+        )
     },
+    "c3a": {"block_size": 2},
+    "gralora": {"rank": 2, "blocks": 2},
     "vblora": {"rank": 2, "vector_length": 2, "num_vectors": 4, "top_k": 2},
     "ia3": {},
     "oft": {"block_size": 3},
@@ -25,6 +39,24 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "fourierft": {"coefficients": 4},
     "trained_rows": {"ids": [0, 2]},
 }
+# Half of the quantized weights have one of the first three formats. (Others have groups that are too long.)
+COMMON = ["int8", "int4", "nf4"]
+FORMATS = [
+    *(
+        "int7",
+        "int6",
+        "int5",
+        "int3",
+        "int2",
+        "ternary",
+        "binary",
+        "uint8",
+        "uint4",
+        "uint3",
+        "uint1",
+    ),
+    *("iq4_nl", "fp4", "fp8_e4m3", "fp8_e5m2"),
+]
 Values = np.random.Generator
 
 
@@ -64,17 +96,31 @@ def _lora(rng, values, shape, inner):
 
 
 def _quantized(rng, values, shape, inner):
-    dtype, axis = rng.choice(["int8", "int4", "nf4"]), rng.choice([-2, -1])
-    length = shape[axis]
-    packs = dtype == "int8"
-    groups = [g for g in range(1, length + 1) if length % g == 0 and (packs or g % 2 == 0)]
-    group = rng.choice([None, *groups]) if packs or length % 2 == 0 else None
-    zero_point = dtype != "nf4" and rng.random() < 0.3
-    return hki.QuantizedMatrix.quantize(numbers(values, shape), dtype, group, axis, zero_point)
+    dtype, axis = rng.choice(rng.choice([COMMON, FORMATS])), rng.choice([-2, -1])
+    groups = [g for g in range(1, shape[axis] + 1) if shape[axis] % g == 0]
+    group, zero_point = rng.choice([None, *groups]), rng.random() < 0.3
+    try:
+        return hki.QuantizedMatrix.quantize(numbers(values, shape), dtype, group, axis, zero_point)
+    except ValueError:  # the format has other groups, or no zero point
+        return numbers(values, shape)
+
+
+def _trellis(rng, values, shape, inner):
+    return hki.TrellisMatrix.encode(numbers(values, shape), rng.choice([2, 3, 4]))
+
+
+def _rotated(rng, values, shape, inner):
+    make = rng.choice([_quantized, _trellis])
+    return Rotated.quantize(numbers(values, shape), lambda w, _: make(rng, values, w.shape, inner))
+
+
+def _fake(rng, values, shape, inner):
+    return hki.FakeQuantized(numbers(values, shape), (("dtype", rng.choice(COMMON)),))
 
 
 def _scaled(rng, values, shape, inner):
-    return hki.ScaledMatrix(_quantized(rng, values, shape, inner), numbers(values, shape[:-1]))
+    w = _quantized(rng, values, shape, inner)
+    return hki.ScaledMatrix(w, numbers(values, shape[:-1])) if isinstance(w, ImplicitArray) else w
 
 
 def _view(rng, values, shape, inner):
@@ -129,6 +175,9 @@ KINDS: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
     "lora": (_matrix, _lora),
     "quantized": (_matrix, _quantized),
     "scaled": (_matrix, _scaled),
+    "trellis": (_matrix, _trellis),
+    "rotated": (_matrix, _rotated),
+    "fake": (_matrix, _fake),
     "adapter": (_matrix, _adapter),
     "view": (lambda shape: len(shape) >= 2, _view),
     "outer": (
