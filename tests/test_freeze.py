@@ -146,6 +146,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_optax(name):
     """The steps are those of the same model in which LoRA is written by hand."""

@@ -245,10 +245,14 @@ def test_three_forms_of_a_loop_train_prepared_parameters_alike(trainable_dense):
         return (IMPLICIT.apply(params, X) ** 2).mean()
 
     def steps(of, grad, optimizer):
+        @jax.jit
+        def step(of, state):
+            updates, state = optimizer.update(grad(of), state, of)
+            return hki.apply_updates(of, updates), state
+
         state = optimizer.init(of)
         for _ in range(3):
-            updates, state = optimizer.update(grad(of), state, of)
-            of = hki.apply_updates(of, updates)
+            of, state = step(of, state)
         return of
 
     adam = optax.adam(1e-2)

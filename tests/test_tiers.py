@@ -46,7 +46,7 @@ def test_those_drawn_are_always_the_same():
     found = drawn(names, 200)
     assert len(found) == 200 and found == drawn(names[::-1], 200)
     assert len({name[-2] for name in found}) == 10
-    assert drawn(names[:2]) == set(names[:2])
+    assert drawn(names[:1]) == set(names[:1])
 
 
 @pytest.mark.combinations

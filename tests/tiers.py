@@ -34,8 +34,8 @@ def redundant(rows):
     return rest
 
 
-# How many of the slow tests of one function run with `--slow`.
-MOST = 2
+# So many of the slow tests of one function run with `--slow`; the others with `--long`.
+MOST = 1
 
 
 def drawn(names, number=MOST):

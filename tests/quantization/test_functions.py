@@ -416,7 +416,7 @@ def test_what_is_not_finite_shows_in_its_own_row(bad, method, options):
         method = "absmax"  # these are for integers
     options = dict(weight_qtype="int8", act_qtype="int8", act_calibration_method=method) | options
     x, w = normal((3, 40), 0), normal((40, 4), 1)
-    product = functools.partial(dot_general, dimension_numbers=MATRICES, rule=QtRule(**options))
+    product = jax.jit(lambda x, w: dot_general(x, w, MATRICES, rule=QtRule(**options)))
     want = np.asarray(product(x, w))
     x[1, 5] = bad
     out = np.asarray(product(x, w))
@@ -595,7 +595,7 @@ def test_ragged_dot_of_a_stored_weight_with_scales_of_each_group(bwd):
     dense = np.asarray(hki.materialize(stored), np.float64)
     products = [(codes * scale)[r] @ dense[i] for i, r in enumerate(rows)]
     c = np.cos(np.arange(40.0, dtype=np.float32)).reshape(8, 5)
-    found, pull = jax.vjp(fun, x)
+    found, pull = jax.vjp(jax.jit(fun), x)
     close(found, np.concatenate([*products, np.zeros((1, 5))]), rtol=1e-5, atol=1e-5)
     gradient = np.concatenate([*(c[r] @ dense[i].T for i, r in enumerate(rows)), np.zeros((1, 6))])
     close(pull(c)[0], gradient, atol=1e-5 if bwd is None else 0.05 * np.abs(gradient).max())
@@ -691,8 +691,9 @@ def test_tiles_of_convolutions_are_input_features(features, tile, groups):
     wt = rounded(w.reshape(3, -1, tile, 6), "int8", (0, 2)).reshape(w.shape)
     dense = functools.partial(jax.lax.conv_general_dilated, window_strides=(1,), padding="SAME",
                               dimension_numbers=numbers, feature_group_count=groups)  # fmt: skip
-    found = conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=numbers,
-                                 feature_group_count=groups, rule=rule)  # fmt: skip
+    quantized = functools.partial(conv_general_dilated, window_strides=(1,), padding="SAME", rule=rule,
+                                  dimension_numbers=numbers, feature_group_count=groups)  # fmt: skip
+    found = jax.jit(quantized)(x, w)
     close(found, dense(np.float32(xt), np.float32(wt)), rtol=1e-5, atol=5e-5)
 
 
