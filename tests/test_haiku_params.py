@@ -327,6 +327,21 @@ def test_integers_are_no_weights():
         hki.add_lora(tree, KEY, rank=1, targets=".*")
 
 
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0, 4, 4)])
+def test_empty_arrays_are_no_default_targets(shape):
+    """One of them was an error for the whole tree."""
+    empty = jnp.zeros(shape)
+    params = {"m": {"w": jnp.ones((4, 4)), "v": empty}}
+    quantized, adapted = hki.quantize_params(params, dtype="int8"), hki.add_lora(params, 0, rank=2)
+    assert quantized["m"]["v"] is empty and adapted["m"]["v"] is empty
+    assert isinstance(quantized["m"]["w"], hki.QuantizedMatrix)
+
+
+def test_an_empty_target_is_an_error():
+    with pytest.raises(ValueError, match=r"^m/v \(.*n, m > 0"):
+        hki.quantize_params({"m": {"v": jnp.ones((4, 0))}}, dtype="int8", targets="m/v")
+
+
 def test_zero_params_needs_targets(params):
     with pytest.raises(TypeError, match="targets"):
         hki.zero_params(params)

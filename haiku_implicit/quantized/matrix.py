@@ -431,7 +431,7 @@ def _check_weight(w: jax.Array) -> None:
         chex.assert_type(w, float)
     with expecting(
         f"w: expected a matrix [..., n, m] with n, m > 0, got shape {list(w.shape)}; leave a parameter "
-        "without two axes dense"
+        "without two axes, or without numbers, dense"
     ):
         chex.assert_shape(w, (..., None, None))
         chex.assert_scalar_positive(min(w.shape[-2:]))

@@ -78,10 +78,11 @@ def is_weight(module_name: str, name: str, value: Array) -> bool:
     """Whether a parameter is a matrix, or a stack of them, that multiplies: the default target.
 
     Biases and scales do not count, though Haiku gives some of them several axes of length one. Tables
-    of positions, which are added, do not count either.
+    of positions, which are added, do not count either, nor do empty arrays.
     """
     added = _ELEMENTWISE.fullmatch(name) or _POSITIONS.fullmatch(name)
-    return is_matrix(value) and not (added or name.endswith(LORA_SUFFIXES))
+    other = added or name.endswith(LORA_SUFFIXES)
+    return is_matrix(value) and 0 not in value.shape and not other
 
 
 def is_complex_weight(module_name: str, name: str, value: Array) -> bool:
