@@ -139,6 +139,18 @@ def test_a_model_with_or_without_a_key():
         eval_mox(make_mox(t)(X), {}, None, X)
 
 
+def test_an_unused_callback_draws_no_random_numbers():
+    """`jax.vmap` has no rule for it."""
+
+    def model(x):
+        noise = jax.random.uniform(hk.next_rng_key(), x.shape)
+        jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), noise)
+        return 2 * x
+
+    mox = make_mox(hk.transform(model))(X)
+    same(eval_mox(mox, {}, None, X), 2 * X)
+
+
 @pytest.mark.parametrize("with_state", [False, True])
 def test_a_model_without_a_key_whose_init_needs_one(with_state):
     t = hk.transform_with_state if with_state else hk.transform

@@ -73,12 +73,14 @@ class Program:
     @functools.cached_property
     def draws_random(self) -> bool:
         """Whether a result depends on the random key."""
-        keys = set(self.interface.rng.atoms)
+        keys, invars = set(self.interface.rng.atoms), self.body.invars
+        # (A node that no result needs may have no rule of `jax.vmap`.)
+        nodes = tree.needed(self.body.children, set(tree.variables(self.body.returns)))
+        body = dataclasses.replace(self.body, children=nodes)
 
         def on_arrays(*arrays: Array) -> list[Array]:
-            return run(self.body, self.body.consts, arrays)
+            return run(body, body.consts, arrays)
 
-        invars = self.body.invars
         return depends(on_arrays, map(tree.shape_of, invars), [v in keys for v in invars])
 
     def apply(self, *args: Any, **kwargs: Any) -> Tree:

@@ -177,7 +177,7 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
     def new_scales(self, w: Array, scale: Array) -> jax.Array:
         """Returns scales for another weight: one that is within 15 % of the best one stays as it is.
 
-        With the same scales, numbers that are codes already stay the same.
+        With the same scales, numbers that are codes already change little, and mostly not at all.
 
         Args:
           w: a dense weight of this shape.
