@@ -27,7 +27,6 @@ from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products.ragged import row_numbers
 from haiku_implicit.quantized.products.tiles import groups_of_rows
-from haiku_implicit.quantized.types.trellis import TrellisMatrix
 
 
 @dataclasses.dataclass
@@ -93,22 +92,23 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
         return {"matrix": "nm", "scale": "nm"[self.axis]}
 
     def requantize(self, w: Array) -> Self:
-        """Another weight with the scale of this one: quantized like the matrix, if that is implicit.
-
-        Trellis codes have no scales of their own: a scale that no longer fits them becomes another one.
+        """Another weight with the scale of this one, unless the matrix needs another one for it.
 
         Args:
           w: a dense weight of this shape.
+
+        Returns:
+          The weight; `NotImplemented` if the matrix can't be quantized again.
         """
-        w, scale = jnp.asarray(w), self.scale
-        if isinstance(self.matrix, TrellisMatrix) and self.matrix.axis == self.axis:
-            scale = self.matrix.new_scales(w, scale)
+        if not is_implicit(self.matrix):
+            return NotImplemented
+        w = jnp.asarray(w)
+        scale = self.matrix.new_scales(w, self.scale, self.axis)
         wide = scale.astype(formats.arithmetic_dtype(scale.dtype))
         inverse = jnp.where(wide == 0, 0, 1 / wide)
         lead = range(self.ndim - 2)
-        matrix = _times(w, inverse, (*lead, self._scaled_axis))
-        matrix = self.matrix.requantize(matrix) if is_implicit(self.matrix) else matrix
-        return self._replace(matrix=matrix, scale=scale)
+        matrix = self.matrix.requantize(_times(w, inverse, (*lead, self._scaled_axis)))
+        return matrix if matrix is NotImplemented else self._replace(matrix=matrix, scale=scale)
 
     @property
     def _scaled_axis(self) -> int:
