@@ -12,7 +12,6 @@ import numpy as np
 from haiku_implicit.adapters.operators import Hadamard, filled_outside, mapped, takes_whole_rows
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
@@ -113,7 +112,7 @@ def _turned(x: jax.Array, rotation: Array, batch: Any, axis: int, contracted: in
     return jnp.transpose(out, np.argsort([*batch, *free, axis]).tolist())
 
 
-@primitive_handler(ragged_dot_general_p)
+@primitive_handler("ragged_dot_general")
 def ragged_dot_with_rotated(
     primitive: Primitive, x: jax.Array, w: Rotated, group_sizes: jax.Array, **params: EqnParam
 ) -> Result:

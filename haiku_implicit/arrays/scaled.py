@@ -16,7 +16,6 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.batch_axes import cut_fields
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import default_handler
@@ -157,7 +156,7 @@ def _too_coarse(x: jax.Array, params: EqnParams) -> bool:
     return any(not jnp.issubdtype(d, np.inexact) or np.dtype(d).itemsize == 1 for d in dtypes)
 
 
-@primitive_handler(ragged_dot_general_p)
+@primitive_handler("ragged_dot_general")
 def ragged_dot_with_scaled(
     primitive: Primitive, x: jax.Array, w: ScaledMatrix, sizes: jax.Array, **params: EqnParam
 ) -> Result:
