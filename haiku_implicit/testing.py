@@ -302,8 +302,7 @@ def _gradients(fun: Operation, w: Array) -> list[jax.Array]:
         out = materialize_array(out) if is_implicit(out) else out
         return (out * _like(out)).sum().astype(jnp.float32)
 
-    found: list[jax.Array] = jax.jit(jax.grad(total))([leaves[i] for i in floating])
-    return found
+    return jax.jit(jax.grad(total))([leaves[i] for i in floating])
 
 
 def _compare(got: Any, want: jax.Array, rtol: float, atol: float) -> None:

@@ -29,9 +29,6 @@ class Circulant(Operator, linear_in="kernel"):
         *lead, p, q, size = np.shape(self.kernel)
         return (*lead, p * size, q * size)
 
-    def compute_dtype(self) -> np.dtype:
-        return self.kernel.dtype
-
     def times(self, x: jax.Array) -> jax.Array:
         p, _, size = self.kernel.shape
         # JAX has no Fourier transform of 16 bits.

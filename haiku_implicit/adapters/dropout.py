@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
@@ -38,18 +37,10 @@ class InputDropout(Wrapper, core_ndim=2, linear_in="w"):
         return jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
 
 
-@binary_handler(["dot_general", "conv_general_dilated"])
+@binary_handler(["dot_general", "conv_general_dilated", "ragged_dot_general"])
 def product_with_dropout(call: BinaryCall, x: jax.Array, w: InputDropout) -> Result:
     """Computes a product after dropout of `x`."""
     return call(w.dropped(x), w.w)
-
-
-@primitive_handler(ragged_dot_general_p)
-def ragged_dot_with_dropout(
-    primitive: Primitive, x: jax.Array, w: InputDropout, group_sizes: jax.Array, **params: EqnParam
-) -> jax.Array:
-    """Multiplies rows, after dropout, with the matrices of their groups."""
-    return primitive.bind(w.dropped(x), w.w, group_sizes, **params)
 
 
 @primitive_handler("gather")

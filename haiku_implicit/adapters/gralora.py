@@ -32,9 +32,6 @@ class BlockLowRank(Operator, linear_in="a"):
         *lead, k, rows, _, _ = np.shape(self.a)
         return (*lead, k * rows, k * np.shape(self.b)[-1])
 
-    def compute_dtype(self) -> np.dtype:
-        return self.a.dtype
-
     def times(self, x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], *self.a.shape[:2])
         low = jnp.einsum("tin,injs->tijs", x, self.a)

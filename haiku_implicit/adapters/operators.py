@@ -13,7 +13,6 @@ import numpy as np
 
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive, Result
@@ -24,8 +23,12 @@ from haiku_implicit.quantized.products.tiles import groups_of_rows
 class Operator(ImplicitArray, core_ndim=2):
     """A matrix `[n, m]`, or a stack of matrices, with products that do not need it dense.
 
-    A subclass defines its methods for one matrix; batch axes are mapped over.
+    A subclass defines its methods for one matrix; batch axes are mapped over. It has the dtype of the
+    field in which it is linear, if it names one.
     """
+
+    def compute_dtype(self) -> np.dtype | None:
+        return getattr(self, self.linear_in[0]).dtype if self.linear_in else None
 
     @abc.abstractmethod
     def times(self, x: jax.Array) -> jax.Array:
@@ -75,7 +78,7 @@ def dot_with_operator(call: BinaryCall, x: jax.Array, w: Operator) -> Result:
     return jnp.transpose(out, order)
 
 
-@primitive_handler(ragged_dot_general_p)
+@primitive_handler("ragged_dot_general")
 def ragged_dot_with_operator(
     primitive: Primitive, x: jax.Array, w: Operator, group_sizes: jax.Array, **params: EqnParam
 ) -> Result:
@@ -153,9 +156,6 @@ class Diagonal(Operator, linear_in="values"):
     def compute_shape(self) -> tuple[int, ...]:
         return (*np.shape(self.values)[:-1], *self._sizes())
 
-    def compute_dtype(self) -> np.dtype:
-        return self.values.dtype
-
     def times(self, x: jax.Array) -> jax.Array:
         k = self.values.shape[-1]
         return jnp.pad(x[:, :k] * self.values[None], ((0, 0), (0, self._sizes()[1] - k)))
@@ -185,9 +185,6 @@ class Kronecker(Operator, linear_in="a"):
     def compute_shape(self) -> tuple[int, ...]:
         (*lead, p, q), (r, s) = np.shape(self.a), np.shape(self.b)[-2:]
         return (*lead, p * r, q * s)
-
-    def compute_dtype(self) -> np.dtype:
-        return self.a.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], self.a.shape[0], self.b.shape[0])
@@ -225,9 +222,6 @@ class BlockDiagonal(Operator, linear_in="blocks"):
     def compute_shape(self) -> tuple[int, ...]:
         *lead, count, size, _ = np.shape(self.blocks)
         return (*lead, count * size, count * size)
-
-    def compute_dtype(self) -> np.dtype:
-        return self.blocks.dtype
 
     def times(self, x: jax.Array) -> jax.Array:
         count, size, _ = self.blocks.shape

@@ -84,9 +84,6 @@ class AtPlaces(Operator, linear_in="values"):
     def compute_shape(self) -> tuple[int, ...]:
         return (*np.shape(self.values)[:-1], *self.shape_of_matrix)
 
-    def compute_dtype(self) -> np.dtype:
-        return self.values.dtype
-
     def transposed(self) -> Self:
         shape = self.shape_of_matrix[::-1]
         return self._replace(row=self.column, column=self.row, shape_of_matrix=shape)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.adapters.operators import Hadamard, filled_outside, mapped, takes_whole_rows
+from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
@@ -65,8 +65,14 @@ class Rotated(Wrapper, core_ndim=2, linear_in="w"):
 
         Args:
           w: a dense weight of this shape.
+
+        Returns:
+          The weight; `NotImplemented` for other operators, or if `w` can't be quantized again.
         """
-        return self._replace(w=self.w.requantize(_back(self.rotation, jnp.asarray(w))))
+        if not isinstance(self.rotation, Hadamard) or not is_implicit(self.w):
+            return NotImplemented
+        new = self.w.requantize(_back(self.rotation, jnp.asarray(w)))
+        return new if new is NotImplemented else self._replace(w=new)
 
     def materialize(self) -> jax.Array:
         return self.rotation @ self.w
@@ -113,7 +119,7 @@ def _turned(x: jax.Array, rotation: Array, batch: Any, axis: int, contracted: in
     return jnp.transpose(out, np.argsort([*batch, *free, axis]).tolist())
 
 
-@primitive_handler(ragged_dot_general_p)
+@primitive_handler("ragged_dot_general")
 def ragged_dot_with_rotated(
     primitive: Primitive, x: jax.Array, w: Rotated, group_sizes: jax.Array, **params: EqnParam
 ) -> Result:

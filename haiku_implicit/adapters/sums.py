@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from haiku_implicit.core.array import short
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.messages import expecting
@@ -54,20 +53,11 @@ class Sum(Wrapper, core_ndim=2, linear_in=("w", "delta")):
         return self.w + self.delta
 
 
-@binary_handler("dot_general")
+@binary_handler(["dot_general", "ragged_dot_general"])
 def dot_with_sum(call: BinaryCall, x: jax.Array, w: Sum) -> jax.Array:
     """Computes a product as `x · w + x · delta`."""
     out = call(x, w.w)
     return out + call(x, w.delta)
-
-
-@primitive_handler(ragged_dot_general_p)
-def ragged_dot_with_sum(
-    primitive: Primitive, x: jax.Array, w: Sum, group_sizes: jax.Array, **params: EqnParam
-) -> jax.Array:
-    """Multiplies rows with both matrices of their groups, and adds the results."""
-    out = primitive.bind(x, w.w, group_sizes, **params)
-    return out + primitive.bind(x, w.delta, group_sizes, **params)
 
 
 @binary_handler("conv_general_dilated")

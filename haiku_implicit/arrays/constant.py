@@ -176,7 +176,7 @@ def result_struct(primitive: Primitive, operands: Sequence[Array], params: EqnPa
 
 def result_of(call: BinaryCall, x: ArrayValue, w: ArrayValue) -> jax.ShapeDtypeStruct:
     """The shape, dtype and weak type of the result for two operands."""
-    return result_struct(call.primitive, call.ordered(x, w), call.params)
+    return result_struct(call.primitive, call.operands(x, w), call.params)
 
 
 def reshaped(x: SymbolicConstant, out: Array) -> Array:
@@ -355,27 +355,13 @@ def fold_dot(
         return _rounded_once(exact.times(a * b, k), out)
 
 
-@binary_handler(named("dot_general conv_general_dilated"), precedence=10)
+@binary_handler(named("dot_general conv_general_dilated ragged_dot_general"), precedence=10)
 def densify_constant(call: BinaryCall, x: ImplicitArray, constant: SymbolicConstant) -> Result:
     """Makes the constant dense in a product with another implicit array."""
     if isinstance(x, SymbolicConstant):
         return NotImplemented
     dense = compat.vary_like(densify(constant, call.primitive.name), jax.tree.leaves(x))
     return call(x, dense)
-
-
-@primitive_handler(compat.ragged_dot_general_p, precedence=10)
-def densify_constant_rows(
-    primitive: Primitive,
-    x: SymbolicConstant,
-    w: ImplicitArray,
-    sizes: jax.Array,
-    **params: EqnParam,
-) -> Result:
-    """Makes constant rows dense in a ragged product with another implicit array."""
-    if isinstance(w, SymbolicConstant):
-        return NotImplemented
-    return default_handler(primitive, densify(x, primitive.name), w, sizes, **params)
 
 
 # --- shape ---------------------------------------------------------------------------------------

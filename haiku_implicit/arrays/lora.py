@@ -17,7 +17,6 @@ from haiku_implicit.arrays.lora_init import Initializer, LoRAInit, init_of
 from haiku_implicit.core.batch_axes import cut_fields
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
@@ -394,7 +393,7 @@ def _einsum_delta(
     return jnp.einsum(x, x_axes, *factors, out, **options)
 
 
-@primitive_handler(ragged_dot_general_p)
+@primitive_handler("ragged_dot_general")
 def ragged_dot_with_lora(
     primitive: Primitive, x: jax.Array, w: LoRA, sizes: jax.Array, **params: EqnParam
 ) -> Result:

@@ -16,7 +16,6 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.batch_axes import cut_fields
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import default_handler
@@ -27,7 +26,6 @@ from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.products.ragged import row_numbers
 from haiku_implicit.quantized.products.tiles import groups_of_rows
-from haiku_implicit.quantized.types.trellis import TrellisMatrix
 
 
 @dataclasses.dataclass
@@ -93,22 +91,23 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
         return {"matrix": "nm", "scale": "nm"[self.axis]}
 
     def requantize(self, w: Array) -> Self:
-        """Another weight with the scale of this one: quantized like the matrix, if that is implicit.
-
-        Trellis codes have no scales of their own: a scale that no longer fits them becomes another one.
+        """Another weight with the scale of this one, unless the matrix needs another one for it.
 
         Args:
           w: a dense weight of this shape.
+
+        Returns:
+          The weight; `NotImplemented` if the matrix can't be quantized again.
         """
-        w, scale = jnp.asarray(w), self.scale
-        if isinstance(self.matrix, TrellisMatrix) and self.matrix.axis == self.axis:
-            scale = self.matrix.new_scales(w, scale)
+        if not is_implicit(self.matrix):
+            return NotImplemented
+        w = jnp.asarray(w)
+        scale = self.matrix.new_scales(w, self.scale, self.axis)
         wide = scale.astype(formats.arithmetic_dtype(scale.dtype))
         inverse = jnp.where(wide == 0, 0, 1 / wide)
         lead = range(self.ndim - 2)
-        matrix = _times(w, inverse, (*lead, self._scaled_axis))
-        matrix = self.matrix.requantize(matrix) if is_implicit(self.matrix) else matrix
-        return self._replace(matrix=matrix, scale=scale)
+        matrix = self.matrix.requantize(_times(w, inverse, (*lead, self._scaled_axis)))
+        return matrix if matrix is NotImplemented else self._replace(matrix=matrix, scale=scale)
 
     @property
     def _scaled_axis(self) -> int:
@@ -157,7 +156,7 @@ def _too_coarse(x: jax.Array, params: EqnParams) -> bool:
     return any(not jnp.issubdtype(d, np.inexact) or np.dtype(d).itemsize == 1 for d in dtypes)
 
 
-@primitive_handler(ragged_dot_general_p)
+@primitive_handler("ragged_dot_general")
 def ragged_dot_with_scaled(
     primitive: Primitive, x: jax.Array, w: ScaledMatrix, sizes: jax.Array, **params: EqnParam
 ) -> Result:

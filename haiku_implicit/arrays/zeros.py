@@ -81,7 +81,7 @@ LINEAR = named(
     "neg real imag conj complex reduce_sum cumsum reduce_window_sum fft convert_element_type "
     "reduce_precision"
 )
-BILINEAR = named("mul mulhi and dot_general conv_general_dilated")
+BILINEAR = named("mul mulhi and dot_general conv_general_dilated ragged_dot_general")
 ADDITIVE = named("add or xor") + [compat.add_any_p]
 
 
@@ -95,22 +95,6 @@ def linear(primitive: Primitive, *operands: Zeros, **params: EqnParam) -> Zeros:
 def annihilate(call: BinaryCall, x: ArrayValue, zeros: Zeros) -> Zeros:
     """Multiplies with zeros, which gives zeros."""
     return _zeros(result_of(call, x, zeros))
-
-
-@primitive_handler(compat.ragged_dot_general_p, precedence=20)
-def annihilate_rows(
-    primitive: Primitive, x: Zeros, w: ArrayValue, sizes: jax.Array, **params: EqnParam
-) -> Zeros:
-    """Multiplies rows of zeros with the matrices of their groups, which gives zeros."""
-    return _zeros(result_struct(primitive, (x, w, sizes), params))
-
-
-@primitive_handler(compat.ragged_dot_general_p, precedence=20)
-def annihilate_groups(
-    primitive: Primitive, x: ArrayValue, w: Zeros, sizes: jax.Array, **params: EqnParam
-) -> Zeros:
-    """Multiplies rows with matrices of zeros, which gives zeros."""
-    return _zeros(result_struct(primitive, (x, w, sizes), params))
 
 
 @primitive_handler(named("triangular_solve"), precedence=20)

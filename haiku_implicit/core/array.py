@@ -168,6 +168,16 @@ class ImplicitArray(abc.ABC):
         """
         return NotImplemented
 
+    def requantize(self, w: Array) -> Self:
+        """Returns another weight, `w`, stored in this way; `NotImplemented` by default."""
+        del w
+        return NotImplemented
+
+    def new_scales(self, w: Array, scale: Array, axis: int) -> Array:
+        """Returns the scale for `w` of a `ScaledMatrix` of such a matrix: by default, `scale`."""
+        del w, axis
+        return scale
+
     def restored(self) -> Self:
         """Returns this array as rules and `materialize` read it: unchanged, by default.
 

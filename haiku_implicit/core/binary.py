@@ -6,7 +6,10 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from haiku_implicit.core.dispatch import primitive_handler
+import jax
+
+from haiku_implicit.core import compat
+from haiku_implicit.core.dispatch import as_primitives, primitive_handler
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 
@@ -15,28 +18,36 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class BinaryCall:
-    """A program's call of a primitive with two operands, for the rules of `binary_handler`; hashable.
+    """A program's call of a product or another function of two operands, for `binary_handler`.
+
+    It is hashable, except for the call of a ragged product.
 
     Attributes:
       primitive: the primitive.
       params: its parameters, for the operands in the order of the program.
       w_first: whether that order is `w`, `x`.
+      others: further operands: the sizes of the groups in a ragged product.
     """
 
     primitive: Primitive
     params: EqnParam
     w_first: bool
+    others: tuple[Array, ...] = ()
 
     def __hash__(self) -> int:
         return hash((self.primitive, frozenset(self.params.items()), self.w_first))
 
     def __call__(self, x: Array, w: Array) -> Array:
         """Runs the primitive with the same parameters on other operands, in the program's order."""
-        return default_handler(self.primitive, *self.ordered(x, w), **self.params)
+        return default_handler(self.primitive, *self.operands(x, w), **self.params)
 
     def ordered(self, x: Array, w: Array) -> tuple[Any, Any]:
         """Returns the operands in the order of the program."""
         return (w, x) if self.w_first else (x, w)
+
+    def operands(self, x: Array, w: Array) -> tuple[Any, ...]:
+        """Returns all operands in the order of the program."""
+        return (*self.ordered(x, w), *self.others)
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:
@@ -82,8 +93,8 @@ def binary_handler(
     `call(x, w)` runs the primitive on other operands, in the order of the program; `call.primitive`,
     `call.params` and `call.w_first` describe the call. For a `dot_general`, `call.contracted` and
     `call.batch` are pairs (axes of `x`, axes of `w`), and `call.in_result(x, w)` says where the other
-    axes are in the result. Otherwise the rule is as `primitive_handler`
-    describes it.
+    axes are in the result. In a ragged product, `call.others` has the sizes of the groups, which
+    `call(x, w)` passes on. Otherwise the rule is as `primitive_handler` describes it.
 
     Args:
       primitives: primitives of two operands, as for `primitive_handler`.
@@ -119,14 +130,27 @@ def binary_handler(
         def w_first(primitive: Primitive, w: Array, x: Array, **params: EqnParam) -> Result:
             return rule(BinaryCall(primitive, params, True), x, w)
 
+        def x_first_in_groups(
+            primitive: Primitive, x: Array, w: Array, sizes: jax.Array, **params: EqnParam
+        ) -> Result:
+            return rule(BinaryCall(primitive, params, False, (sizes,)), x, w)
+
+        def w_first_in_groups(
+            primitive: Primitive, w: Array, x: Array, sizes: jax.Array, **params: EqnParam
+        ) -> Result:
+            return rule(BinaryCall(primitive, params, True, (sizes,)), x, w)
+
         hints = typing.get_type_hints(rule)
         _, x, w = list(inspect.signature(rule).parameters)[:3]
-        for one_order in (x_first, w_first):
-            one_order.__annotations__ |= {"x": hints.get(x, Any), "w": hints.get(w, Any)}
-            one_order.__name__ = one_order.__qualname__ = rule.__name__
-            primitive_handler(primitives, precedence)(one_order)
+        pairs = (x_first, x_first_in_groups), (w_first, w_first_in_groups)
+        for of_two, in_groups in pairs:
+            for one_order, own in ((of_two, plain), (in_groups, ragged)):
+                one_order.__annotations__ |= {"x": hints.get(x, Any), "w": hints.get(w, Any)}
+                one_order.__name__ = one_order.__qualname__ = rule.__name__
+                primitive_handler(own, precedence)(one_order)
         return rule
 
-    if isinstance(primitives, Iterable) and not isinstance(primitives, str):
-        primitives = list(primitives)  # read twice
+    resolved = as_primitives(primitives)
+    ragged = [p for p in resolved if p is compat.ragged_dot_general_p]
+    plain = [p for p in resolved if p not in ragged]
     return register

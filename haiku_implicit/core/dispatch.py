@@ -97,9 +97,7 @@ def primitive_handler(
       >>> print(hki.use_implicit_args(jnp.matmul)(jnp.ones((1, 2)), Diagonal(jnp.array([2., 3.]))))
       [[2. 3.]]
     """
-    if isinstance(primitives, str) or not isinstance(primitives, Iterable):
-        primitives = [primitives]
-    resolved = [_as_primitive(p) for p in primitives]
+    resolved = as_primitives(primitives)
 
     def register(rule: Rule) -> Rule:
         global _registrations
@@ -162,6 +160,15 @@ def generation() -> int:
     return _registrations
 
 
+def as_primitives(
+    primitives: Primitive | str | Iterable[Primitive | str],
+) -> list[Primitive]:
+    """The primitives that a handler is for: one or several, or their names."""
+    if isinstance(primitives, str) or not isinstance(primitives, Iterable):
+        primitives = [primitives]
+    return list(map(_as_primitive, primitives))
+
+
 def _as_primitive(primitive: Primitive | str) -> Primitive:
     if isinstance(primitive, Primitive):
         return primitive
@@ -178,6 +185,7 @@ def _as_primitive(primitive: Primitive | str) -> Primitive:
 _NOT_IN_LAX = {
     "remat": compat.remat_p,
     "checkpoint": compat.remat_p,
+    "ragged_dot_general": compat.ragged_dot_general_p,
     "shard_map": compat.shard_map_p,
     "pjit": jex_primitives.jit_p,
 }

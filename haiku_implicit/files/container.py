@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -249,6 +249,13 @@ def expect(right: bool, where: str, expected: str, found: Any) -> None:
     """
     if not right:
         raise CheckpointError(f"{where}: expected {expected}, got {brief(found)}")
+
+
+def expect_one_of(known: Iterable[Any], where: str, found: Any) -> None:
+    """Raises unless a value in a file is a known one, of the same type."""
+    known = list(known)
+    right = any(type(found) is type(x) and found == x for x in known)
+    expect(right, where, f"one of {', '.join(map(str, known))}", found)
 
 
 def table(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, Tensor]:

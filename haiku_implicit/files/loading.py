@@ -5,13 +5,23 @@ from __future__ import annotations
 import os
 from typing import overload
 
+import numpy as np
+
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import SameTree, Tree
-from haiku_implicit.files import foreign
+from haiku_implicit.files import dtypes, pickles, records
 from haiku_implicit.files.checkpoint import Checkpoint, Source, opened
-from haiku_implicit.files.container import is_container
-from haiku_implicit.files.file_types import check_file
+from haiku_implicit.files.container import CheckpointError, is_container
+from haiku_implicit.files.file_types import check_file, kind_of, not_a
+from haiku_implicit.files.npz import Archive
+from haiku_implicit.files.orbax_folders import Folder
 from haiku_implicit.files.saving import Path
+from haiku_implicit.files.structure import describe
+
+# The files that `load` reads, for errors.
+_EXPECTED = "a safetensors or .npz file"
+# Kinds that only the unpickler can tell from pickles: old pickles are texts.
+_MAY_BE_PICKLES = ("pickle", "text", "unknown", "packed")
 
 
 @overload
@@ -141,9 +151,51 @@ def _opened(path: Path, numpy: bool, allow_pickle: bool) -> Checkpoint:
     """Opens a file without reading its arrays; a pickle is read as a whole."""
     path = os.path.abspath(path)
     if not os.path.isdir(path):
-        check_file(path, foreign.EXPECTED)
+        check_file(path, _EXPECTED)
         if is_container(path):
             files, structure = opened(path)
             return Checkpoint(structure, "", Source(path, files, numpy))
-    file, structure = foreign.opened(path, allow_pickle)
-    return Checkpoint(structure, "", Source(path, [file], numpy))
+    file = _of_other_program(path, allow_pickle)
+    return Checkpoint(file.structure, "", Source(path, [file], numpy))
+
+
+class _Once:
+    """The arrays of a tree in memory, each of which is read once and then forgotten."""
+
+    def __init__(self, path: str, tree: Tree):
+        self.path = path
+        try:
+            self.structure, arrays = describe(tree)
+        except CheckpointError as e:
+            raise CheckpointError(f"{path}: {e}") from None
+        self._arrays = dict(arrays)
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """The bytes of an array, `[bytes]` uint8."""
+        return dtypes.bytes_of(self._arrays.pop(name))
+
+    def close(self) -> None:
+        """Forgets the arrays."""
+        self._arrays = {}
+
+
+def _of_other_program(path: str, allow_pickle: bool) -> Archive | Folder | records.Records | _Once:
+    """Opens a file or folder that is not of this library.
+
+    Raises:
+      CheckpointError: for a file of an unknown kind, a damaged one, and for a pickle without
+        `allow_pickle`.
+    """
+    kind = kind_of(records.pieces_of(path)[0]).name
+    if kind == "npz":
+        return Archive(path)
+    if kind == "orbax":
+        return Folder(path)
+    if kind in ("records", "zstd"):
+        file = records.file_in(path) if os.path.isdir(path) else path
+        return records.Records(file or path)
+    if kind == "joined":
+        raise not_a("an .npz file of names `module/name`", path)
+    if allow_pickle and kind in _MAY_BE_PICKLES:
+        return _Once(path, pickles.read(path))
+    raise not_a(_EXPECTED, path)

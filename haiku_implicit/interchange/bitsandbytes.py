@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from haiku_implicit.files.container import expect, is_shape, parse_json
+from haiku_implicit.interchange.grouped_codes import grouped
 from haiku_implicit.interchange.safetensors_files import Module, Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -111,13 +112,8 @@ def _matrix(
             "QuantizedMatrix can't hold. `dequantize` makes it dense"
         )
     groups = codes.reshape(*lead, rows, -1, min(block, k))
-    return QuantizedMatrix.from_parts(
-        formats.pack(groups, formats.FORMATS[format_name]),
-        scales.reshape(*lead, -1, groups.shape[-2]),
-        dtype=format_name,
-        axis=-1,
-        out_dtype=state["dtype"],
-    )
+    scales = scales.reshape(*lead, -1, groups.shape[-2])
+    return grouped(groups, scales, None, formats.FORMATS[format_name], state["dtype"])
 
 
 # --- 8 bits --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.files.container import CheckpointError, expect
+from haiku_implicit.files.container import CheckpointError, expect, expect_one_of
 from haiku_implicit.interchange.grouped_codes import (
     IntegerCodes,
     blocks_of_floats,
@@ -30,7 +30,7 @@ from haiku_implicit.interchange.grouped_codes import (
 )
 from haiku_implicit.interchange.quantization_config import check_keys
 from haiku_implicit.interchange.runs_of_bits import unpacked
-from haiku_implicit.interchange.safetensors_files import Module, Tensors
+from haiku_implicit.interchange.safetensors_files import FLOATS, Module, Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
@@ -47,7 +47,7 @@ _FREE |= {"run_compressed", "dequantize"}
 _READ_OF_GROUP = {"targets", "weights", "format", "input_activations", "output_activations"}
 _READ_OF_WEIGHTS = {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure"}
 _FREE_OF_WEIGHTS = {"dynamic", "actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
-_SCALES = "F16 BF16 F32"
+_INDICES = "I32 I64"
 _POWERS = "U8 F8_E8M0"  # scales that are powers of two
 _PARTS = (
     *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale"),
@@ -117,10 +117,8 @@ def _stored(own: Module, where: str, groups: Mapping[str, Any], version: Any) ->
 
 
 def _check_format(where: str, own: Mapping[str, Any]) -> None:
-    form = own.get("format")
-    expect(
-        form is None or form in _FORMATS, f"{where}: format", f"one of {', '.join(_FORMATS)}", form
-    )
+    if own.get("format") is not None:
+        expect_one_of(_FORMATS, f"{where}: format", own["format"])
 
 
 def _check_version(where: str, bits: int, version: Any) -> None:
@@ -183,10 +181,9 @@ def _scheme(where: str, group: Mapping[str, Any]) -> _Scheme:
     expect(isinstance(symmetric, bool), f"{where}: symmetric", "true or false", symmetric)
     expect(symmetric or kind == "int", f"{where}: symmetric", "true, of floats", symmetric)
     size, block = own.get("group_size"), own.get("block_structure")
-    strategy = own.get("strategy") or _strategy_for(size)
-    expect(
-        strategy in _STRATEGIES, f"{where}: strategy", f"one of {', '.join(_STRATEGIES)}", strategy
-    )
+    by_size = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = own.get("strategy") or by_size
+    expect_one_of(_STRATEGIES, f"{where}: strategy", strategy)
     if strategy in ("group", "tensor_group"):
         right = type(size) is int and size > 0
         expect(right, f"{where}: group_size", "a positive integer", size)
@@ -195,10 +192,6 @@ def _scheme(where: str, group: Mapping[str, Any]) -> _Scheme:
             block = [int(x) for x in block.split("x") if x.isdigit()]
         expect(is_pair(block), f"{where}: block_structure", "two positive integers", block)
     return _Scheme(kind, bits, symmetric, strategy, size, tuple(block) if block else None)
-
-
-def _strategy_for(group_size: Any) -> str:
-    return "tensor" if group_size is None else "channel" if group_size == -1 else "group"
 
 
 # --- tensors -------------------------------------------------------------------------------------
@@ -296,14 +289,9 @@ class _Weight(Module):
 
     def _groups(self, inputs: int, size: int, count: int) -> np.ndarray:
         """The group of each input; `weight_g_idx` has it if the inputs were ordered (`actorder`)."""
-        if self.has("weight_g_idx"):
-            group = self.array("weight_g_idx", "I32 I64", (inputs,))
-            if (group != -1).all():
-                right = group.min() >= 0 and group.max() < count
-                found = [int(group.min()), int(group.max())]
-                self.expect(right, "weight_g_idx", f"groups 0 ... {count - 1}", found)
-                return group
-        return np.arange(inputs) // size
+        if not self.has("weight_g_idx") or -1 in self.array("weight_g_idx", _INDICES, (inputs,)):
+            return np.arange(inputs) // size
+        return self.indices("weight_g_idx", _INDICES, inputs, count)
 
     def _eights(self, shape: tuple[int, ...], dense: bool) -> QuantizedMatrix:
         codes = self.array("weight", "F8_E4M3", shape)
@@ -335,7 +323,7 @@ class _Weight(Module):
         rows = shape[-2] if strategy == "tensor" else 1
         return rows, size if size and strategy in ("group", "tensor_group") else shape[-1]
 
-    def _scales(self, shape: Sequence[int], kinds: str = _SCALES) -> np.ndarray:
+    def _scales(self, shape: Sequence[int], kinds: str = FLOATS) -> np.ndarray:
         """The scales `[..., outputs or 1, groups]`."""
         rows, columns = self._block(shape)
         *lead, outputs, inputs = shape

@@ -24,7 +24,7 @@ from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.grouped_codes import IntegerCodes
 from haiku_implicit.interchange.quantization_config import Config, Settings
 from haiku_implicit.interchange.runs_of_bits import unpacked
-from haiku_implicit.interchange.safetensors_files import Module, Tensors
+from haiku_implicit.interchange.safetensors_files import FLOATS, Module, Tensors
 from haiku_implicit.interchange.trees import Stored
 
 
@@ -113,7 +113,7 @@ class _Weight(Module):
         codes = self._codes("qweight", (outputs, inputs), self.layout.packed)
         packed = 0 if self.layout.transposed else 1
         zeros = self._codes("qzeros", (outputs, stored), packed)[:, :groups].astype(np.int16)
-        scales = self._array("scales", "F16 BF16 F32", (outputs, stored))[:, :groups]
+        scales = self._array("scales", FLOATS, (outputs, stored))[:, :groups]
         group = np.arange(inputs) // (size or inputs)
         if self.layout is _GPTQ:
             group = self._groups(group, groups)
@@ -146,11 +146,7 @@ class _Weight(Module):
     def _groups(self, in_order: np.ndarray, count: int) -> np.ndarray:
         """The group of each input."""
         if self.has("g_idx"):
-            group = self.array("g_idx", "I32", in_order.shape)
-            right = group.min() >= 0 and group.max() < count
-            found = [int(group.min()), int(group.max())]
-            self.expect(right, "g_idx", f"groups 0 ... {count - 1}", found)
-            return group
+            return self.indices("g_idx", "I32", len(in_order), count)
         if self.settings.ordered and self.settings.group_size is not None:
             raise CheckpointError(
                 f"{self.tensors.where}: {self.path('g_idx')}: missing, and by desc_act it has the "

@@ -13,7 +13,7 @@ import numpy as np
 
 from haiku_implicit.files.container import is_shape
 from haiku_implicit.interchange.grouped_codes import IntegerCodes
-from haiku_implicit.interchange.safetensors_files import Module, Tensors
+from haiku_implicit.interchange.safetensors_files import FLOATS, Module, Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
@@ -25,7 +25,6 @@ _PACKINGS = {
     "2bit_u8": (2, 4, 8),
     "1bit_u8": (1, 8, 8),
 }
-_FLOATS = "F16 BF16 F32"
 _PARTS = (
     *("W_q", "scale", "zero", "nbits", "group_size", "shape", "axis", "packing", "view_as_float"),
     *("unpack_view_dtype", "quant_scale", "quant_zero", "compute_dtype", "offload_meta"),
@@ -91,7 +90,7 @@ class _Weight(Module):
         for key in ("quant_scale", "quant_zero"):
             if self.has(key):
                 self.expect(not self.number(key), key, "0", self.number(key))
-        found = self.array(part, _FLOATS)
+        found = self.array(part, FLOATS)
         rows = math.prod(self.shape()) // self.group_size
         axis = self.number("axis")
         self.expect(axis in (0, 1), "axis", "0 or 1", axis)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from haiku_implicit.core.messages import shown
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import DType, Json, Tree
-from haiku_implicit.files.container import CheckpointError, expect
+from haiku_implicit.files.container import CheckpointError, expect_one_of
 from haiku_implicit.interchange import (
     bitsandbytes,
     compressed_tensors,
@@ -198,6 +198,5 @@ def _method_of(where: str, own: Mapping[str, Any]) -> str:
     if not methods and ("load_in_4bit" in own or "load_in_8bit" in own):  # of older versions
         return "bitsandbytes"
     method = methods[0] if methods else None
-    known = isinstance(method, str) and method in _METHODS
-    expect(known, f"{where}: quant_method", f"one of {', '.join(_METHODS)}", method)
+    expect_one_of(_METHODS, f"{where}: quant_method", method)
     return str(method)

@@ -8,17 +8,15 @@ the lowest. A group of inputs has a scale in `X.scales` and an offset in `X.bias
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from haiku_implicit.files.container import CheckpointError, expect
+from haiku_implicit.files.container import CheckpointError, expect, expect_one_of
+from haiku_implicit.interchange.grouped_codes import grouped
 from haiku_implicit.interchange.runs_of_bits import unpacked
-from haiku_implicit.interchange.safetensors_files import Module, Tensors
+from haiku_implicit.interchange.safetensors_files import FLOATS, Module, Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
 _BITS = (2, 3, 4, 5, 6, 8)
-_FLOATS = "F16 BF16 F32"
 
 
 def quantized(tensors: Tensors, where: str, config: Mapping[str, Any]) -> list[Stored]:
@@ -42,8 +40,7 @@ def _settings(where: str, config: Mapping[str, Any], module: str) -> tuple[int, 
     both |= own if isinstance(own, dict) else {}
     mode, bits, size = both["mode"], both["bits"], both["group_size"]
     expect(mode == "affine", f"{where}: mode", "'affine'", mode)
-    known = type(bits) is int and bits in _BITS
-    expect(known, f"{where}: bits", f"one of {', '.join(map(str, _BITS))}", bits)
+    expect_one_of(_BITS, f"{where}: bits", bits)
     whole = type(size) is int and size > 0 and size % 8 == 0
     expect(whole, f"{where}: group_size", "a multiple of 8", size)
     return bits, size
@@ -60,12 +57,8 @@ def _stored(own: Module, where: str, config: Mapping[str, Any]) -> Stored:
         *lead, inputs = shape()
         groups = (*lead, -(-inputs // size))
         words = own.array("weight", "U32", (*lead, inputs * bits // 32))
-        scales = own.array("scales", _FLOATS, groups)
-        biases = own.array("biases", _FLOATS, groups)
+        scales, biases = (own.array(part, FLOATS, groups) for part in ("scales", "biases"))
         codes = unpacked(words, bits).reshape(*groups, -1)
-        packed = formats.pack(codes, formats.FORMATS[f"uint{bits}"])
-        return QuantizedMatrix.from_parts(
-            packed, np.array(scales), np.array(biases), dtype=f"uint{bits}", axis=-1
-        )
+        return grouped(codes, scales, biases, formats.FORMATS[f"uint{bits}"], None)
 
     return own.stored(shape, read, ("weight", "scales", "biases"))

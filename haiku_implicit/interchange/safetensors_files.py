@@ -18,6 +18,8 @@ from haiku_implicit.files.shards import shards_in, shards_of
 from haiku_implicit.interchange.trees import Stored
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+# The dtypes of scales.
+FLOATS = "F16 BF16 F32"
 # The dtypes of dense tensors. Codes of fewer bits are useless without their scales.
 _DENSE = "F16 BF16 F32 F64 BOOL I16 I32 I64 U16 U32 U64".split()
 # The dtypes into which codes are packed.
@@ -140,6 +142,13 @@ class Module:
     def array(self, part: str, kinds: str = "", shape: tuple[int, ...] | None = None) -> np.ndarray:
         """`Tensors.array`."""
         return self.tensors.array(self.path(part), kinds, shape)
+
+    def indices(self, part: str, kinds: str, length: int, count: int) -> np.ndarray:
+        """A tensor of `length` integers from 0 to `count - 1`."""
+        found = self.array(part, kinds, (length,))
+        ends = [int(found.min()), int(found.max())]
+        self.expect(ends[0] >= 0 and ends[1] < count, part, f"groups 0 ... {count - 1}", ends)
+        return found
 
     def expect(self, right: bool, part: str, expected: str, found: Any) -> None:
         """Raises unless a tensor is right."""

@@ -16,15 +16,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.files.container import CheckpointError, expect, parse_json
+from haiku_implicit.files.container import CheckpointError, expect, expect_one_of, parse_json
 from haiku_implicit.interchange.grouped_codes import IntegerCodes, blocks_of_floats, grouped
-from haiku_implicit.interchange.safetensors_files import Module, Tensors
+from haiku_implicit.interchange.safetensors_files import FLOATS, Module, Tensors
 from haiku_implicit.interchange.trees import Stored
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
 _DTYPES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
-_FLOATS = "F16 BF16 F32"
 _DENSE = "Tensor"
 
 
@@ -66,7 +65,7 @@ class _Weight(Module):
     def shape(self) -> tuple[int, ...]:
         """`[..., outputs, inputs]`"""
         kind = self.state["_type"]
-        expect(kind in _KINDS, f"{self._where}: _type", f"one of {', '.join(_KINDS)}", kind)
+        expect_one_of(_KINDS, f"{self._where}: _type", kind)
         shape = self.sizes("qdata")
         right = len(shape) >= 2 and all(shape)
         expect(right, self._where, "[outputs, inputs], none of them empty", list(shape))
@@ -93,10 +92,10 @@ class _Weight(Module):
         middle = 2 ** (bits - 1)
         codes = self.array("qdata", "I8", shape).astype(np.int16) + middle
         expect(not (codes >> bits).any(), self._where, f"codes of {bits} bits", "larger ones")
-        scales, (rows, size) = self._in_blocks("scale", _FLOATS, shape)
+        scales, (rows, size) = self._in_blocks("scale", FLOATS, shape)
         zeros = np.full(scales.shape, middle, np.float32)
         if self.path("zero_point") in self.uses:
-            zeros = zeros + self._in_blocks("zero_point", f"I8 {_FLOATS}", shape)[0]
+            zeros = zeros + self._in_blocks("zero_point", f"I8 {FLOATS}", shape)[0]
         if scales.shape[-2] > 1:
             scales, zeros = np.repeat(scales, rows, -2), np.repeat(zeros, rows, -2)
         group = np.arange(shape[-1]) // size
@@ -110,7 +109,7 @@ class _Weight(Module):
         _, size = self._block(shape)
         wanted = (*lead, inputs // size, outputs)
         scales, zeros = (
-            np.swapaxes(self.array(x, _FLOATS, wanted), -1, -2) for x in ("scale", "zero_point")
+            np.swapaxes(self.array(x, FLOATS, wanted), -1, -2) for x in ("scale", "zero_point")
         )
         codes = np.stack([data & 15, data >> 4], -1).reshape(shape) ^ 8  # plus 8
         symmetric = not zeros.any()
@@ -122,7 +121,7 @@ class _Weight(Module):
     def floats(self, shape: tuple[int, ...], dense: bool) -> QuantizedMatrix:
         """Codes in float8."""
         codes = self.array("qdata", "F8_E4M3 F8_E5M2", shape)
-        scales, block = self._in_blocks("scale", _FLOATS, shape)
+        scales, block = self._in_blocks("scale", FLOATS, shape)
         return blocks_of_floats(codes, scales, block, self._out_dtype(), dense)
 
     def _in_blocks(
@@ -147,7 +146,7 @@ class _Weight(Module):
 
     def _out_dtype(self) -> Any:
         name = self._dtype("dtype")
-        expect(name in _DTYPES, f"{self._where}: dtype", f"one of {', '.join(_DTYPES)}", name)
+        expect_one_of(_DTYPES, f"{self._where}: dtype", name)
         return np.dtype(_DTYPES[name])
 
     def _dtype(self, key: str) -> Any:

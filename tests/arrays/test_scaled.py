@@ -140,8 +140,7 @@ def test_merged_lora_is_quantized_again(axis):
     np.testing.assert_array_equal(merged.scale, w.scale)
     want = dense(w) + lora.a @ lora.b
     assert np.abs(hki.materialize(merged) - want).max() < 0.02 * np.abs(want).max()
-    dense_matrix = scaled(axis, (8, 4))
-    close(hki.materialize(dense_matrix.requantize(want)), want)
+    assert scaled(axis, (8, 4)).requantize(want) is NotImplemented  # the matrix is dense
 
 
 def test_partition_spec():

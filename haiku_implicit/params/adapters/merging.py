@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.adapters.operators import Hadamard
 from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter
@@ -23,8 +22,6 @@ from haiku_implicit.params.adapters import parts, vector_bank
 from haiku_implicit.params.adapters.parts import AdapterParts
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.selection import describe
-from haiku_implicit.quantized.matrix import QuantizedMatrix
-from haiku_implicit.quantized.types.trellis import TrellisMatrix
 
 
 def merge_adapters(params: SameTree, *, requantize: bool = False) -> SameTree:
@@ -86,26 +83,16 @@ def _merged(parameter: trees.Parameter, requantize: bool) -> Array:
     dense, base = materialize_array(value), parts.base_of(value)
     if not requantize or not is_implicit(base):
         return dense
-    if not _can_be_requantized(base):
+    new = base.requantize(dense)
+    if new is NotImplemented:
         warn_caller(
             f"{parameter.path}: merged into a dense weight, since {type(base).__name__} can't be "
             "quantized again; quantize_params or quantize_with_inputs makes it anew"
         )
         return dense
-    new = base.requantize(dense)
     # With the tree structure of the base, for optimizer states and compiled functions.
     same = jax.tree.unflatten(jax.tree.structure(base), jax.tree.leaves(new))
     return same if same.dtype == new.dtype else new
-
-
-def _can_be_requantized(base: Array) -> bool:
-    """Whether a weight without adapters is quantized, or holds a quantized weight."""
-    match base:
-        case Rotated():
-            return isinstance(base.rotation, Hadamard) and _can_be_requantized(base.w)
-        case ScaledMatrix():
-            return _can_be_requantized(base.matrix)
-    return isinstance(base, QuantizedMatrix | TrellisMatrix)
 
 
 def _leaf_ids(value: Array) -> tuple[int, ...]:

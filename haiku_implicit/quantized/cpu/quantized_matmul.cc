@@ -358,7 +358,7 @@ const Tile& tile_for(int64_t rows, int64_t width) {
 
 constexpr int64_t kPanel = 2 * kLanes;  // columns that are packed together
 constexpr int64_t kWidest = 8 * kLanes;  // the most columns of a tile
-constexpr int64_t kDepth = 640;         // terms of a sum that are taken at a time
+constexpr int64_t kDepth = kLanes == 8 ? 320 : 640;  // terms of a sum at a time: 20 KB of a narrow panel
 constexpr int64_t kBlock = 96;          // rows of the matrix that are decoded at a time
 constexpr int64_t kMany = 512;          // rows of activations that they are decoded for
 

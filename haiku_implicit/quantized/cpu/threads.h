@@ -48,31 +48,68 @@ class __attribute__((visibility("hidden"))) Threads {
     return found;
   }
 
-  // Runs `task(i)` for all i < count, here and on others. If they serve another call, or all sleep and
-  // are not to be woken for it, here alone.
+  // While it lives, its thread is busy: XLA computes products that don't need each other at the same
+  // time, and for each of its threads, one of these rests.
+  class Busy {
+   public:
+    Busy() { ++get().busy_; }
+    ~Busy() {
+      --get().busy_;
+      get().wake_for(true);
+    }
+  };
+
+  // Runs `task(i)` for all i < tasks, here and on others that have nothing to do. Those that sleep are
+  // only woken if `wake`.
   void run(int64_t tasks, const Task& task, bool wake) {
-    const std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
-    if (!mine || tasks < 2 || !wake && asleep_ == count() - 1) {
+    Call* const call = tasks < 2 || !wake && asleep_ == count() - 1 ? nullptr : unused();
+    if (!call) {
       for (int64_t i = 0; i < tasks; ++i) task(i);
       return;
     }
-    const uint64_t before = next_ >> 32;
-    next_ = before << 32 | kIndex;  // nothing is taken while the call is written down
-    task_ = &task, count_ = static_cast<uint32_t>(tasks), done_ = 0;
-    next_ = before + 1 << 32;
-    if (wake && asleep_) {
-      const std::lock_guard<std::mutex> hold(sleep_);
-      wake_.notify_all();
+    const uint64_t before = call->next >> 32;
+    call->next = before << 32 | kIndex;  // nothing is taken while the call is written down
+    call->task = &task, call->count = static_cast<uint32_t>(tasks), call->done = 0, call->wake = wake;
+    call->next = before + 1 << 32;
+    wake_for(wake);
+    while (call->take()) {
     }
-    take();
-    wait(kAwake, [&] { return done_ == tasks; });
-    while (done_ < tasks) std::this_thread::yield();
+    wait(kAwake, [&] { return call->done == tasks; });
+    while (call->done < tasks) std::this_thread::yield();
+    call->used = false;
   }
 
  private:
+  static constexpr uint64_t kIndex = UINT32_MAX;
+  static constexpr std::chrono::microseconds kAwake{200};
+  static constexpr int kCalls = 8;  // at the same time; further ones run on their threads alone
+
+  struct alignas(64) Call {
+    std::atomic<bool> used{false}, wake{false};
+    std::atomic<uint64_t> next{0};  // the number of the call, and in the low half that of its next task
+    std::atomic<int64_t> done{0};
+    std::atomic<uint32_t> count{0};
+    std::atomic<const Task*> task{nullptr};
+
+    bool open() const { return (next & kIndex) < count; }
+
+    // Runs a task, if there is one left. The call does not end before it, and it is not taken if another
+    // call came after what was read of this one.
+    bool take() {
+      for (uint64_t now = next; (now & kIndex) < count;) {
+        const Task* const of_call = task;
+        if (!next.compare_exchange_weak(now, now + 1)) continue;
+        (*of_call)(now & kIndex);
+        ++done;
+        return true;
+      }
+      return false;
+    }
+  };
+
   Threads() {
     for (int64_t i = 1; i < count(); ++i)
-      std::thread([this] { serve(); }).detach();
+      std::thread([this, i] { serve(i); }).detach();
   }
 
   static void pause() {
@@ -83,35 +120,40 @@ class __attribute__((visibility("hidden"))) Threads {
 #endif
   }
 
-  // Takes tasks of the present call until there are no more. A call does not end before the tasks
-  // that were taken, and none is taken if another call came after what was read of this one.
-  void take() {
-    for (uint64_t next = next_; (next & kIndex) < count_;) {
-      const Task* const task = task_;
-      if (!next_.compare_exchange_weak(next, next + 1)) continue;
-      (*task)(next & kIndex);
-      ++done_;
-      next = next_;
-    }
+  Call* unused() {
+    for (Call& call : calls_)
+      if (!call.used && !call.used.exchange(true)) return &call;
+    return nullptr;
+  }
+
+  // Whether thread `i` of these has a core.
+  bool may_run(int64_t i) const { return i + busy_ <= count(); }
+
+  bool any_open() const {
+    return std::any_of(calls_, calls_ + kCalls, [](const Call& call) { return call.open(); });
+  }
+
+  // Wakes threads that sleep, if one of them may run and there are tasks that they are woken for.
+  void wake_for(bool wake) {
+    if (!wake || !asleep_ || !may_run(1)) return;
+    if (std::none_of(calls_, calls_ + kCalls, [](const Call& c) { return c.wake && c.open(); })) return;
+    const std::lock_guard<std::mutex> hold(sleep_);
+    wake_.notify_all();
   }
 
   // Serves calls for ever.
-  void serve() {
-    for (uint64_t seen = 0;;) {
-      await(seen);
-      seen = next_ >> 32;
-      take();
+  void serve(int64_t i) {
+    const auto work = [&] { return may_run(i) && any_open(); };
+    for (;;) {
+      for (Call& call : calls_)
+        while (may_run(i) && call.take()) {
+        }
+      if (wait(kAwake, [&] { return !may_run(i) || any_open(); }) && may_run(i)) continue;
+      std::unique_lock<std::mutex> hold(sleep_);
+      ++asleep_;
+      wake_.wait(hold, work);
+      --asleep_;
     }
-  }
-
-  // Returns when there is another call than `seen`.
-  void await(uint64_t seen) {
-    const auto another = [&] { return next_ >> 32 != seen; };
-    if (wait(kAwake, another)) return;
-    std::unique_lock<std::mutex> hold(sleep_);
-    ++asleep_;
-    wake_.wait(hold, another);
-    --asleep_;
   }
 
   // Whether a condition became true in some time, in which others may run.
@@ -126,16 +168,10 @@ class __attribute__((visibility("hidden"))) Threads {
     return false;
   }
 
-  static constexpr uint64_t kIndex = UINT32_MAX;
-  static constexpr std::chrono::microseconds kAwake{200};
-
-  std::mutex busy_, sleep_;
+  Call calls_[kCalls];
+  std::mutex sleep_;
   std::condition_variable wake_;
-  std::atomic<int> asleep_{0};
-  std::atomic<uint64_t> next_{0};  // the number of the call, and in the low half that of its next task
-  std::atomic<int64_t> done_{0};
-  std::atomic<uint32_t> count_{0};
-  std::atomic<const Task*> task_{nullptr};
+  std::atomic<int64_t> asleep_{0}, busy_{0};
 };
 
 }  // namespace haiku_implicit
@@ -189,6 +225,7 @@ inline Team worthwhile(int64_t threads, int64_t products) {
 // if there are many small ones, and these may be `apart`, the batch.
 template <typename Function>
 void over_batch(int64_t batch, int64_t products, int64_t threads, bool apart, const Function& function) {
+  const haiku_implicit::Threads::Busy busy;
   Team of_one = worthwhile(threads, products), of_all{1};
   if (apart && !of_one.wake && batch >= 4 * of_one.threads) {
     of_one = {1};

@@ -88,16 +88,12 @@ class QuantStats:
         """Repeats the first of the statistics, for a weight with other batch axes."""
         if self.sums is None or np.shape(self.count) == batch:
             return self
-        out: QuantStats = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (*batch, *np.shape(x))), self.first()
-        )
-        return out
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, *np.shape(x))), self.first())
 
     def first(self) -> "QuantStats":
         """Returns the statistics of the first matrix of a batch (a kernel is a batch of matrices)."""
         at = (0,) * np.ndim(self.count)
-        out: QuantStats = jax.tree.map(lambda x: x[at], self)
-        return out
+        return jax.tree.map(lambda x: x[at], self)
 
 
 serialization.register_node(

@@ -102,8 +102,7 @@ def by_parts(fun: Fun, axes: Axes, *operands: Array, dense: bool = True) -> jax.
 
 
 def _bind(fun: Fun, axes: Axes, operands: Sequence[Array], mesh: MeshLike | None) -> jax.Array:
-    out: jax.Array = by_parts_p.bind(*operands, fun=fun, axes=axes, mesh=mesh)
-    return out
+    return by_parts_p.bind(*operands, fun=fun, axes=axes, mesh=mesh)
 
 
 def _of_leaves(
@@ -221,8 +220,7 @@ def _tangent(fun: Fun, moving: Sequence[int], *operands: jax.Array, parts: Parts
         given = dict(zip(moving, own, strict=True))
         return fun(*(given.get(i, x) for i, x in enumerate(primals)), parts=parts)
 
-    out: jax.Array = jax.jvp(of_moving, tuple(primals[i] for i in moving), tangents)[1]
-    return out
+    return jax.jvp(of_moving, tuple(primals[i] for i in moving), tangents)[1]
 
 
 def _jvp(
@@ -286,8 +284,7 @@ def _transpose(ct: Array, *operands: Array, fun: Fun, axes: Axes, mesh: MeshLike
 
 def _mapped(fun: Fun, in_axes: Any, *operands: jax.Array, parts: Parts) -> jax.Array:
     """Maps a function over one more axis of some operands, their first."""
-    out: jax.Array = jax.vmap(functools.partial(fun, parts=parts), in_axes)(*operands)
-    return out
+    return jax.vmap(functools.partial(fun, parts=parts), in_axes)(*operands)
 
 
 def _batch(operands: Sequence[Array], dims: Any, *, fun: Fun, axes: Axes, mesh: MeshLike) -> Any:

@@ -57,5 +57,4 @@ def _convolution(
     if factors:
         a, b = factors
         w = w + (a @ b).astype(w.dtype)
-    out: jax.Array = jax.lax.conv_general_dilated_p.bind(x, w, **params)
-    return out
+    return jax.lax.conv_general_dilated_p.bind(x, w, **params)

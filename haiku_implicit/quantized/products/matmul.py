@@ -259,8 +259,7 @@ def _lower(
     if mesh is not None and devices is not None and devices.number > 1:
 
         def part(*operands: jax.Array, parts: Parts) -> jax.Array:
-            out: jax.Array = quantized_matmul_p.bind(*operands, mesh=mesh, **params)
-            return out
+            return quantized_matmul_p.bind(*operands, mesh=mesh, **params)
 
         fun = partitioned(part, _axes(len(x.shape), q, params["order"]), devices)
         return mlir.lower_fun(fun, multiple_results=False)(ctx, *operands)

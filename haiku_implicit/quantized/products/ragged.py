@@ -155,8 +155,7 @@ def quantized_ragged_dot(
 # Jitted, because eager code would allocate each intermediate value.
 @functools.partial(jax.jit, static_argnums=0)
 def _run(fun: Any, *operands: jax.Array) -> jax.Array:
-    out: jax.Array = fun(*operands, parts=WHOLE)
-    return out
+    return fun(*operands, parts=WHOLE)
 
 
 def _of_stored(

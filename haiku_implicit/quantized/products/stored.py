@@ -224,5 +224,4 @@ def with_dense(call: BinaryCall, x: Array, q: Array) -> jax.Array:
     def run(*operands: Array) -> Any:
         return _dense(call, *(y.materialize() if is_implicit(y) else y for y in operands))
 
-    out: jax.Array = jax.checkpoint(run)(x, q)
-    return out
+    return jax.checkpoint(run)(x, q)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.materialization import Remark, emit
@@ -80,7 +79,7 @@ class ConvertedMatrix(QuantizedMatrix, core_ndim=2):
 # --- rules: each may warn, and leaves the computation to the rules of `QuantizedMatrix` -----------
 
 
-@primitive_handler(["dot_general", "conv_general_dilated", ragged_dot_general_p], precedence=1)
+@primitive_handler(["dot_general", "conv_general_dilated", "ragged_dot_general"], precedence=1)
 def check_product(
     primitive: Primitive, *operands: jax.Array | ConvertedMatrix, **params: EqnParam
 ) -> Result:

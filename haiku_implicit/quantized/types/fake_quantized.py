@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import materialize_array
@@ -102,7 +101,7 @@ class FakeQuantized(Wrapper, core_ndim=2, warn_on_materialize=False):
 
 @primitive_handler(
     [
-        "dot_general", "conv_general_dilated", ragged_dot_general_p, "add", "sub", "mul", "div",
+        "dot_general", "conv_general_dilated", "ragged_dot_general", "add", "sub", "mul", "div",
         "transpose", "reshape", "convert_element_type", "gather", "square", "integer_pow", "abs",
         "reduce_sum", "reduce_max", "reduce_min",
     ],

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Sharding
 
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.sharding import left_to_partitioner, result_sharding
 from haiku_implicit.core.typing import DType, EqnParam, Primitive, Result
@@ -63,7 +62,7 @@ def convolve_dequantized(call: BinaryCall, x: jax.Array, w: QuantizedMatrix) -> 
     return with_dense(call, x, w)
 
 
-@primitive_handler(ragged_dot_general_p)
+@primitive_handler("ragged_dot_general")
 def ragged_dot_with_codes(
     primitive: Primitive, x: jax.Array, w: QuantizedMatrix, sizes: jax.Array, **params: EqnParam
 ) -> Result:

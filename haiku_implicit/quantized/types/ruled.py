@@ -7,7 +7,6 @@ import jax
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.batch_axes import on_batch_axes
 from haiku_implicit.core.binary import BinaryCall, binary_handler
-from haiku_implicit.core.compat import ragged_dot_general_p
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
@@ -52,32 +51,21 @@ class RuledWeight(Wrapper, core_ndim=2):
 # --- products ------------------------------------------------------------------------------------
 
 
-@binary_handler(["dot_general", "conv_general_dilated"])
+@binary_handler(["dot_general", "conv_general_dilated", "ragged_dot_general"])
 def multiply_by_rule(call: BinaryCall, x: jax.Array, w: RuledWeight) -> Result:
-    """Multiplies by `quantization.dot_general` or `quantization.conv_general_dilated`."""
-    return _multiply(call.primitive.name, call, x, w)
-
-
-@primitive_handler(ragged_dot_general_p)
-def ragged_dot_by_rule(
-    primitive: Primitive, x: jax.Array, w: RuledWeight, group_sizes: jax.Array, **params: EqnParam
-) -> Result:
-    """Multiplies rows with the matrices of their groups by `quantization.ragged_dot`."""
-    return _multiply("ragged_dot", BinaryCall(primitive, params, False), x, w, group_sizes)
-
-
-def _multiply(
-    op_name: str, call: BinaryCall, x: jax.Array, w: RuledWeight, *others: jax.Array
-) -> Result:
+    """Multiplies by a function of `quantization`: `dot_general`, `ragged_dot`, ..."""
+    if call.others and call.w_first:  # rules are for the matrices of a ragged product, not its rows
+        return NotImplemented
+    op_name = "ragged_dot" if call.others else call.primitive.name
     pair, dtype = call.ordered(x, w.wrapped), call.params["preferred_element_type"]
     product = product_of(call.primitive, pair, call.params)
     if product is None:
         return NotImplemented
     config = w.config(op_name, call.w_first, product)
     if config is None:
-        return default_handler(call.primitive, *pair, *others, **call.params)
+        return call(x, w.wrapped)
     options = dict(dtype=dtype, key=w.first_key, stats=w.stats)
-    return quantized_product(product, config, pair, others, **options)
+    return quantized_product(product, config, pair, call.others, **options)
 
 
 # --- rearrangements ------------------------------------------------------------------------------

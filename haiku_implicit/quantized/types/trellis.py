@@ -174,15 +174,13 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
         new = self.encode(w if self.axis == -1 else w.mT, self.bits, dtype=self.dtype)
         return new._replace(axis=self.axis, shape=None)
 
-    def new_scales(self, w: Array, scale: Array) -> jax.Array:
+    def new_scales(self, w: Array, scale: Array, axis: int) -> Array:
         """Returns scales for another weight: one that is within 15 % of the best one stays as it is.
 
         With the same scales, numbers that are codes already change little, and mostly not at all.
-
-        Args:
-          w: a dense weight of this shape.
-          scale: the present scales, along `axis`.
         """
+        if axis != self.axis:
+            return scale
         best = best_scales(w, self.bits, self.axis)
         near = jnp.abs(best - scale) <= 0.15 * best
         return jnp.where(near, scale, best).astype(scale.dtype)
