@@ -732,10 +732,6 @@ void decode_row(const Weights& w, const Blocks& blocks, int64_t row, int64_t fir
   }
 }
 
-using DecodeRow = void (*)(const Weights&, const Blocks&, int64_t, int64_t, int64_t, float*);
-constexpr DecodeRow kDecodeRow[] = {decode_row<kTable16>, decode_row<kSigned>,
-                                    decode_row<kUnsigned>, decode_row<kE4M3>, decode_row<kE5M2>};
-
 }  // namespace
 
 #endif  // HAIKU_IMPLICIT_KERNELS_CODES_H_

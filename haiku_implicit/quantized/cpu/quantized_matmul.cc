@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <numeric>
 #include <type_traits>
 
 #include "codes.h"
@@ -359,6 +360,7 @@ const Tile& tile_for(int64_t rows, int64_t width) {
 constexpr int64_t kPanel = 2 * kLanes;  // columns that are packed together
 constexpr int64_t kWidest = 8 * kLanes;  // the most columns of a tile
 constexpr int64_t kDepth = kLanes == 8 ? 320 : 640;  // terms of a sum at a time: 20 KB of a narrow panel
+constexpr int64_t kWhole = 128;         // larger groups may be divided between these
 constexpr int64_t kBlock = 96;          // rows of the matrix that are decoded at a time
 constexpr int64_t kMany = 512;          // rows of activations that they are decoded for
 
@@ -383,6 +385,62 @@ void transpose(const float* in, int64_t in_stride, int64_t rows, int64_t columns
   }
 }
 
+// Values [k, end) of rows [first, last), `stride` apart.
+using DecodeRows = void (*)(const Weights&, const Blocks&, int64_t first, int64_t last, int64_t k,
+                            int64_t end, float* out, int64_t stride);
+
+template <Kind kind>
+void decode_rows(const Weights& w, const Blocks& blocks, int64_t first, int64_t last, int64_t k, int64_t end,
+                 float* out, int64_t stride) {
+  for (; first < last; ++first, out += stride) decode_row<kind>(w, blocks, first, k, end, out);
+}
+
+// For whole groups, of codes that `Read` reads.
+template <Kind kind, class Read>
+void decode_groups(const Weights& w, const Blocks&, int64_t first, int64_t last, int64_t k, int64_t end,
+                   float* out, int64_t stride) {
+  const int64_t group_bytes = w.stored / w.groups, apart = w.group / Read::blocks;
+  const int64_t ahead = 4 * w.row_bytes(), before = k / w.group, groups = end / w.group - before;
+  const Decoder<kind> decode(w);
+  float* memory = scratch<3>(2 * groups);
+  const float* offsets = std::fill_n(memory + groups, groups, 0.0f) - groups;
+  for (; first < last; ++first, out += stride) {
+    const int64_t at = w.scales_before(first) + before;
+    const float* scales = w.scale.floats(at, groups, memory);
+    if (w.offset.data) offsets = w.offset.floats(at, groups, memory + groups);
+    const uint8_t* codes = w.codes + first * w.row_bytes() + before * group_bytes;
+    float* to = out;
+    for (int64_t group = 0; group < groups; ++group, codes += group_bytes, to += w.group) {
+      const Floats scale = Floats{} + scales[group], offset = Floats{} + offsets[group];
+      for (int64_t i = 0; i < apart; i += kCodes) {
+        __builtin_prefetch(codes + i + ahead);
+        Codes found[Read::blocks];
+        Read::read(codes + i, apart, found);
+        HKI_UNROLL
+        for (int p = 0; p < Read::blocks; ++p) {
+          Floats values[kVectors];
+          decode(decode.arranged(found[p]), values);
+          HKI_UNROLL
+          for (int v = 0; v < kVectors; ++v)
+            store(to + i + p * apart + v * kLanes, values[v] * decode.kUnit * scale + offset);
+        }
+      }
+    }
+  }
+}
+
+constexpr DecodeRows kDecodeRows[] = {decode_rows<kTable16>, decode_rows<kSigned>, decode_rows<kUnsigned>,
+                                      decode_rows<kE4M3>, decode_rows<kE5M2>};
+
+// How to decode rows, in parts of so many columns.
+DecodeRows decoder(const Weights& w, Kind kind, int64_t columns) {
+  if (w.rounding != kNone || w.group % kCodes || columns % w.group) return kDecodeRows[kind];
+  if (kind == kSigned && w.bits() == 8) return decode_groups<kSigned, OneByOne>;
+  if (!w.nibbles()) return kDecodeRows[kind];
+  if (w.group == kCodes) return decode_groups<kTable16, InPlanes<4, 0, 16>>;
+  return w.group % (2 * kCodes) ? kDecodeRows[kind] : decode_groups<kTable16, InPlanes<4, 0, 32>>;
+}
+
 // The transpose of some rows of x as panels [panel][k][kPanel], padded with zeros.
 void pack_panel(const Activations& x, int64_t panel, float* packed) {
   const int64_t first = panel * kPanel, count = std::min(kPanel, x.rows - first);
@@ -392,18 +450,18 @@ void pack_panel(const Activations& x, int64_t panel, float* packed) {
 }
 
 // y[:, first:last] of the product along the groups: rows [first, last) of the matrix.
-void many_along_groups(const Weights& w, const Blocks& blocks, DecodeRow decode,
-                       const Activations& x, const float* packed, int64_t first, int64_t last, float* y) {
+void many_along_groups(const Weights& w, const Blocks& blocks, Kind kind, const Activations& x,
+                       const float* packed, int64_t first, int64_t last, float* y) {
   const int64_t parts = (w.length + kDepth - 1) / kDepth;
-  const int64_t depth = round_up((w.length + parts - 1) / parts, kCodes), stride = depth + kLanes;
+  const int64_t unit = w.group % kCodes || w.group > kWhole ? kCodes : w.group;
+  const int64_t depth = round_up((w.length + parts - 1) / parts, unit), stride = depth + kLanes;
   const int64_t rows = round_up(last - first, kTileRows);  // those behind the last one do not matter
   const int64_t out_stride = round_up(x.rows, kPanel) + kLanes;
   float* values = scratch(rows * (stride + out_stride));
   float* out = values + rows * stride;  // [rows, x.rows]
   for (int64_t k = 0; k < w.length; k += depth) {
     const int64_t count = std::min(depth, w.length - k);
-    for (int64_t row = first; row < last; ++row)
-      decode(w, blocks, row, k, k + count, values + (row - first) * stride);
+    decoder(w, kind, std::gcd(k, count))(w, blocks, first, last, k, k + count, values, stride);
     for (int64_t m = 0; m < x.rows; m += kPanel) {
       const Tile& tile = x.rows - m <= kLanes ? kTile<kTileRows, 1> : kTile<kTileRows, 2>;
       for (int64_t r = 0; r < rows; r += kTileRows)
@@ -415,8 +473,9 @@ void many_along_groups(const Weights& w, const Blocks& blocks, DecodeRow decode,
 }
 
 // y[:, first:last] of the product along the rows: elements [first, last) of each row of the matrix.
-void along_rows(const Weights& w, const Blocks& blocks, DecodeRow decode, const Activations& x,
-                int64_t first, int64_t last, float* y) {
+void along_rows(const Weights& w, const Blocks& blocks, Kind kind, const Activations& x, int64_t first,
+                int64_t last, float* y) {
+  const DecodeRows decode = decoder(w, kind, std::gcd(first, last));
   const int64_t width = last - first, stride = round_up(width, kWidest) + kLanes;
   const int64_t depth = std::min(kBlock, w.rows), x_stride = depth + kLanes;
   float* values = scratch(depth * stride + kTileRows * (x_stride + kWidest));
@@ -424,8 +483,7 @@ void along_rows(const Weights& w, const Blocks& blocks, DecodeRow decode, const 
   float* part = of_x + kTileRows * x_stride;  // [kTileRows, kWidest]
   for (int64_t i = 0; i < w.rows; i += depth) {
     const int64_t count = std::min(depth, w.rows - i);
-    for (int64_t row = 0; row < count; ++row)
-      decode(w, blocks, i + row, first, last, values + row * stride);
+    decode(w, blocks, i, i + count, first, last, values, stride);
     for (int64_t m = 0; m < x.rows; m += kTileRows) {
       const int64_t rows = std::min<int64_t>(kTileRows, x.rows - m);
       const Tile& tile = tile_for(rows, width);
@@ -513,12 +571,11 @@ void along_short_rows(const Weights& w, const Blocks& blocks, Kind kind, const A
 
 void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const Activations& x,
             float* packed, float* y, Team team) {
-  const DecodeRow decode = kDecodeRow[kind];
   if (along && x.rows <= kFew && w.stored <= kShort && w.rounding == kNone) {
     along_short_rows(w, blocks, kind, x, y, team);
   } else if (along) {
     team.parts(w.length, kWidest, 512, [&](int64_t first, int64_t last) {
-      along_rows(w, blocks, decode, x, first, last, y);
+      along_rows(w, blocks, kind, x, first, last, y);
     });
   } else if (x.rows <= kFew) {
     const int64_t size = x.rows * (w.groups * blocks.size() * kCodes + kApart);
@@ -536,7 +593,7 @@ void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const
       team.each((block.rows + kPanel - 1) / kPanel,
                 [&](int64_t panel) { pack_panel(block, panel, packed); });
       team.parts(w.rows, kTileRows, kBlock, [&](int64_t first, int64_t last) {
-        many_along_groups(w, blocks, decode, block, packed, first, last, y + m * w.rows);
+        many_along_groups(w, blocks, kind, block, packed, first, last, y + m * w.rows);
       });
     }
   }

@@ -144,11 +144,15 @@ class __attribute__((visibility("hidden"))) Threads {
   // Serves calls for ever.
   void serve(int64_t i) {
     const auto work = [&] { return may_run(i) && any_open(); };
+    const auto work_soon = [&] {
+      if (!may_run(i)) std::this_thread::yield();
+      return work();
+    };
     for (;;) {
       for (Call& call : calls_)
         while (may_run(i) && call.take()) {
         }
-      if (wait(kAwake, [&] { return !may_run(i) || any_open(); }) && may_run(i)) continue;
+      if (wait(kAwake, work_soon)) continue;
       std::unique_lock<std::mutex> hold(sleep_);
       ++asleep_;
       wake_.wait(hold, work);
