@@ -327,6 +327,20 @@ class Table16 {
 
 #endif
 
+// Floats of bytes with a sign in memory, of which each vector takes one instruction.
+inline void widened(const uint8_t* codes, Floats (&out)[kVectors]) {
+  for (int v = 0; v < kVectors; ++v) {
+    const uint8_t* p = codes + v * kLanes;
+#if defined(HKI_AVX512)
+    out[v] = (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p)));
+#elif defined(HKI_AVX2)
+    out[v] = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    for (int i = 0; i < kLanes; ++i) out[v][i] = static_cast<int8_t>(p[i]);
+#endif
+  }
+}
+
 // --- codes ---------------------------------------------------------------------------------------
 
 enum Rounding { kNone, kBFloat16, kFloat16 };
@@ -402,6 +416,12 @@ struct Numbers {
     float value;
     std::memcpy(&value, &bits, sizeof(value));
     return value;
+  }
+
+  static int32_t bits_of(float value) {
+    int32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
   }
 
   // Those of an array from an element on; none if it is empty.
@@ -519,14 +539,20 @@ class Span {
     return offsets_ + (w_.offset.data ? (row - first_) * w_.groups : 0);
   }
 
-  // The sum of the products of a row's offsets with what stands beside them in `of_x`.
-  Floats offset(int64_t row, const float* of_x) const {
+  // Adds the products of the offsets of R rows with what stands beside them in `of_x`.
+  template <int R>
+  HKI_INLINE void add_offsets(int64_t row, const float* of_x, Floats* totals) const {
     const float* of_row = offsets(row);
-    Floats total = {};
+    const int64_t groups = w_.groups;
     int64_t i = 0;
-    for (; i + kLanes <= w_.groups; i += kLanes) total += load<Floats>(of_row + i) * load<Floats>(of_x + i);
-    if (i < w_.groups) total += (Floats)(load<Ints>(of_row + i) & tail_) * load<Floats>(of_x + i);
-    return total;
+    for (; i + kLanes <= groups; i += kLanes)
+      HKI_UNROLL
+      for (int r = 0; r < R; ++r)
+        totals[r] += load<Floats>(of_row + r * groups + i) * load<Floats>(of_x + i);
+    if (i < groups)
+      HKI_UNROLL
+      for (int r = 0; r < R; ++r)
+        totals[r] += (Floats)(load<Ints>(of_row + r * groups + i) & tail_) * load<Floats>(of_x + i);
   }
 
  private:
@@ -589,11 +615,11 @@ class Blocks {
     return low | (Codes)((CodeWords)high << (uint32_t)planes_[0].bits);
   }
 
-  // The codes of `groups` groups, one in each byte, with zeros up to whole blocks.
-  HKI_ONCE void unpack(const uint8_t* stored, int64_t groups, uint8_t* out) const {
+  // The codes of `groups` groups, less a bias, one in each byte, with zeros up to whole blocks.
+  HKI_ONCE void unpack(const uint8_t* stored, int64_t groups, uint8_t* out, uint8_t bias) const {
     for (; groups; --groups, stored += group_bytes_)
       for (int64_t i = 0; i < size_; ++i, out += kCodes) {
-        const Codes found = codes(stored, blocks_[i]);
+        const Codes found = codes(stored, blocks_[i]) - bias;
         std::memcpy(out, &found, kCodes);
         std::fill(out + blocks_[i].width, out + kCodes, 0);
       }
@@ -678,6 +704,8 @@ class Decoder {
     else
       widened<kind>(kind == kSigned ? codes - bias_ : codes, table_, out);
   }
+
+  void operator()(const uint8_t* codes, Floats (&out)[kVectors]) const { widened(codes, out); }
 
   // As the dense matrix has it.
   Floats exact(Floats value, float scale, float offset) const {

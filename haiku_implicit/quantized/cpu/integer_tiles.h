@@ -92,7 +92,7 @@ struct Columns {
     int8_t* flat = reinterpret_cast<int8_t*>(scales + kRounded * groups);
     for (int64_t r = 0; r < kRounded; ++r)
       if (first + r < m) {
-        round_parts(w, x + (first + r) * w.w.length, in_groups, scales + r * groups, flat + r * stride);
+        round_parts<1>(w, x + (first + r) * w.w.length, in_groups, scales + r * groups, flat + r * stride);
       } else {
         std::fill_n(scales + r * groups, groups, 0.0f);
         std::fill_n(flat + r * stride, groups * group, 0);

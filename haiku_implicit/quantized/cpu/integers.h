@@ -24,13 +24,17 @@ typedef uint16_t UnsignedWords __attribute__((vector_size(kWide)));
 #endif
 
 // Sums of two products of bytes each, of which the first ones have no sign, in 16 bits; the sums of two
-// of these.
+// of these, times a unit.
 #if defined(HKI_AVX512)
 inline Words pairs(Wide a, Wide b) { return (Words)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
-inline Ints of_pairs(Words a) { return (Ints)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(1)); }
+inline Ints of_pairs(Words a, int unit = 1) {
+  return (Ints)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(unit));
+}
 #elif defined(HKI_AVX2)
 inline Words pairs(Wide a, Wide b) { return (Words)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
-inline Ints of_pairs(Words a) { return (Ints)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi16(1)); }
+inline Ints of_pairs(Words a, int unit = 1) {
+  return (Ints)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi16(unit));
+}
 #endif
 
 // Adds four products of bytes to each element. The first factors have no sign.
@@ -63,6 +67,19 @@ inline Ints add_small_products(Ints to, const Wide* a, const Wide* b) {
 #else
   return add_products(add_products(to, a[0], b[0]), a[1], b[1]);
 #endif
+}
+
+// The same for bytes that are the three digits of numbers, the first ones first. Eight products with values
+// up to this one fit.
+constexpr int64_t kLargestOfDigits = 24;
+inline Ints add_small_products_of_digits(Ints to, const Wide* a, const Wide (*b)[2]) {
+#if !defined(HKI_VNNI) && (defined(HKI_AVX512) || defined(HKI_AVX2))
+  Ints upper = of_pairs(pairs(a[0], b[0][0]) + pairs(a[1], b[0][1]), 256);
+  upper += of_pairs(pairs(a[0], b[1][0]) + pairs(a[1], b[1][1]));
+#else
+  const Ints upper = add_small_products(add_small_products(Ints{}, a, b[0]) << 8, a, b[1]);
+#endif
+  return add_small_products(to + (upper << 8), a, b[2]);
 }
 
 // The bytes of a table of 16 (repeated) at indices below 16.
@@ -104,7 +121,6 @@ struct Integers {
   int32_t bias;     // what values have too much
   int64_t largest;  // of the values, with it
   float unit;       // of the values
-  uint8_t flipped;  // the bits of codes that are flipped in their values, if these are counted
 
   // (Known once: dividing takes longer than multiplying a row of the matrix.)
   int64_t parts;        // vectors of values for one of codes
@@ -122,10 +138,28 @@ struct Integers {
     in_start = several ? kWide / group_bytes : 1;
   }
 
+  // Takes the values of codes of four bits from a table, if these are small integers, or halves of them.
+  bool set(const float* of_codes) {
+    const auto [least, most] = std::minmax_element(of_codes, of_codes + 16);
+    for (unit = 1; unit >= 0.5f; unit /= 2) {
+      if (!(*least >= -15 * unit && *least <= 0 && *most - *least <= kLargestOfDigits * unit)) continue;
+      bool whole = true;
+      for (int i = 0; i < kWide; ++i) {
+        table[i] = (of_codes[i & 15] - *least) / unit;
+        whole &= of_codes[i & 15] == *least + table[i] * unit;
+      }
+      bias = -*least / unit, largest = (*most - *least) / unit;
+      if (whole && bias * unit == -*least) return true;
+    }
+    return false;
+  }
+
+  bool starts_are_vectors() const { return several || vectors == 1; }
+
   Values values() const {
     if (!w.nibbles()) return kBytes;
     bool counted = true;
-    for (int i = 0; i < 16; ++i) counted &= table[i] == (i ^ flipped);
+    for (int i = 0; i < 16; ++i) counted &= table[i] == i;
     return counted ? kCounted : largest <= kSmall ? kSmallTable : kAnyTable;
   }
 
@@ -143,8 +177,7 @@ struct Integers {
     if constexpr (how == kBytes) {
       out[0] = codes + table;
     } else if constexpr (how == kCounted) {
-      const Wide values = codes ^ (uint8_t)(flipped * 17);
-      out[0] = values & 15, out[1] = (Wide)((UnsignedWords)values >> 4) & 15;
+      out[0] = codes & 15, out[1] = (Wide)((UnsignedWords)codes >> 4) & 15;
     } else {
       out[0] = lookup(table, codes & 15);
       out[1] = lookup(table, (Wide)((UnsignedWords)codes >> 4) & 15);
@@ -178,18 +211,45 @@ HKI_INLINE float round_row(const float* x, int64_t length, int8_t* codes) {
   return scale;
 }
 
-// The codes of a row, `[groups, group]`, with zeros behind the last one, and the scale of each group.
+// The nearest integers, as three digits with a sign, and their scale: a power of two, so that numbers of few
+// digits stay as they are, and as small as three digits allow.
+HKI_INLINE float round_to_digits(const float* x, int64_t length, int8_t* codes, int64_t apart) {
+  int32_t largest = 0;
+  for (int64_t k = 0; k < length; ++k) {
+    int32_t bits;
+    std::memcpy(&bits, x + k, 4);
+    largest = std::max(largest, bits & 0x7fffffff);
+  }
+  // (Three digits have numbers up to 127 * 65793, which is more than 2^23 / 1.0042.)
+  const int32_t exponent = std::max(Numbers::bits_of(Numbers::as_float(largest) * 1.0042f) >> 23, 24);
+  const float scale = Numbers::as_float(exponent - 22 << 23), inverse = Numbers::as_float(276 - exponent << 23);
+  for (int64_t k = 0; k < length; ++k) {
+    const int32_t value = static_cast<int32_t>(std::rint(x[k] * inverse));
+    const int32_t high = value + 128 >> 8;
+    codes[k] = value + 0x8080 >> 16, codes[apart + k] = high, codes[2 * apart + k] = value;
+  }
+  return scale;
+}
+
+template <int D>
+HKI_INLINE float round_part(const float* x, int64_t length, int8_t* codes, int64_t apart) {
+  return D == 1 ? round_row(x, length, codes) : round_to_digits(x, length, codes, apart);
+}
+
+// The codes of a row, `[D, groups, group]`, with zeros behind the last one, and the scale of each group.
+template <int D>
 void round_parts(const Integers& w, const float* x, bool in_groups, float* scales, int8_t* codes) {
-  const int64_t length = w.w.length, groups = w.w.groups, group = w.w.group;
+  const int64_t length = w.w.length, groups = w.w.groups, group = w.w.group, apart = groups * group;
   if (in_groups)
     for (int64_t i = 0; i < groups; ++i) {
       const int64_t at = i * group, size = std::min(group, length - at);
       constexpr int64_t kUsual = 32;  // such groups have their own code, without loops
-      scales[i] = size == kUsual ? round_row(x + at, kUsual, codes + at) : round_row(x + at, size, codes + at);
+      scales[i] = size == kUsual ? round_part<D>(x + at, kUsual, codes + at, apart)
+                                 : round_part<D>(x + at, size, codes + at, apart);
     }
   else
-    std::fill_n(scales, groups, round_row(x, length, codes));
-  std::fill(codes + length, codes + groups * group, 0);
+    std::fill_n(scales, groups, round_part<D>(x, length, codes, apart));
+  for (int d = 0; d < D; ++d) std::fill(codes + d * apart + length, codes + (d + 1) * apart, 0);
 }
 
 }  // namespace

@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "codes.h"
+#include "integer_rows.h"
 #include "threads.h"
 
 namespace {
@@ -29,11 +30,17 @@ struct Activations {
   const float* data;  // [rows, length], rows `stride` apart
   int64_t rows, length, stride;
 
-  // Whether sums of their products with any codes are finite before they are scaled.
+  // Whether sums of their products with any codes are finite before they are scaled, and no row is so small
+  // that parts of its numbers are not.
   bool moderate() const {
     bool all = true;
-    for (int64_t m = 0; m < rows; ++m)
-      for (int64_t k = 0; k < length; ++k) all &= std::abs(data[m * stride + k]) < 1e25f;
+    for (int64_t m = 0; m < rows; ++m) {
+      int32_t largest = 0;
+      for (int64_t k = 0; k < length; ++k)
+        largest = std::max(largest, Numbers::bits_of(data[m * stride + k]) & 0x7fffffff);
+      const float found = Numbers::as_float(largest);
+      all &= found < 1e25f && (found > 1e-15f || !largest);
+    }
     return all;
   }
 };
@@ -65,8 +72,7 @@ class Few {
   // Adds the products of offsets with the sums of x in each group, `[M, groups]`.
   void add_offsets(Sums& sums, const Span& span, const float* sums_of_x, int64_t groups) const {
     for (int m = 0; m < M; ++m)
-      for (int r = 0; r < R; ++r)
-        sums[m][r] += span.offset(first_ + r, sums_of_x + std::min<int64_t>(m, x_.rows - 1) * groups);
+      span.add_offsets<R>(first_, sums_of_x + std::min<int64_t>(m, x_.rows - 1) * groups, sums[m]);
   }
 
   void write(const Sums& sums, float* y) const {
@@ -134,6 +140,12 @@ struct OneByOne {  // a code in each byte
   static void read(const uint8_t* p, int64_t, Codes* out) { out[0] = load<Codes>(p); }
 };
 
+// The same for integers with a sign, which are read where they are.
+struct Signed : OneByOne {
+  using Found = const uint8_t*;
+  static void read(const uint8_t* p, int64_t, Found* out) { out[0] = p; }
+};
+
 // Codes with `low` bits in one plane and, if they have more, `high` bits in a second one. The last plane
 // has `size` bytes, or whole vectors of them (`plane` bytes); the first one has `ratio` times as many.
 template <int low, int high, int bytes_of_last>
@@ -189,8 +201,9 @@ template <Kind kind, class Read, int M, int R, bool exact>
 void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int64_t first,
               int64_t last, float* y) {
   // (Bytes behind those of a group may be 8-bit floats that are NaN.)
+  const uint8_t bias = std::is_same_v<Read, Signed> ? w.bias : 0;
   const bool unpacked =
-      std::is_same_v<Read, OneByOne> && (w.bits() < 8 || w.group % kCodes != 0);
+      std::is_base_of_v<OneByOne, Read> && (w.bits() < 8 || w.group % kCodes != 0 || bias);
   const int64_t group_bytes = w.stored / w.groups, groups = round_up(w.groups, kLanes);
   const int64_t in_group = blocks.size() * kCodes;
   const int64_t apart = Read::size < kCodes ? kCodes : in_group / Read::blocks;
@@ -220,7 +233,7 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
           uint8_t* to = in_bytes + r * some * in_group;
           const uint8_t* from = of_row[r] + group * group_bytes;
           ask_for(from + ahead * w.step, some * group_bytes, 1);
-          blocks.unpack(from, std::min(some, w.groups - group), to);
+          blocks.unpack(from, std::min(some, w.groups - group), to, bias);
           codes[r] = to - group * in_group;
         }
       typename Few<M, R>::Sums part = {};
@@ -267,7 +280,7 @@ struct OfFewRows {
   static constexpr int R = std::clamp(kRegisters / 2 / M, 1, M <= 2 ? 4 : 2);
   template <bool exact>
   static constexpr FewRows of_bytes[] = {kFewRows<kTable16, OneByOne, M, R, exact>,
-                                         kFewRows<kSigned, OneByOne, M, R, exact>,
+                                         kFewRows<kSigned, Signed, M, R, exact>,
                                          kFewRows<kUnsigned, OneByOne, M, R, exact>,
                                          kFewRows<kE4M3, OneByOne, M, R, exact>,
                                          kFewRows<kE5M2, OneByOne, M, R, exact>};
@@ -313,6 +326,28 @@ struct OfFewRows {
 };
 
 constexpr int64_t kFew = 8;  // up to this many rows
+
+// --- one row of activations, as integers --------------------------------------------------------------
+
+// y, for one row and codes that stand for small integers, in groups that share vectors or have one each:
+// activations become integers of 23 bits and a scale for each group, which are multiplied byte by byte.
+// False if that does not serve.
+bool by_digits(const Weights& w, const Activations& x, float* y, Team team) {
+#if defined(HKI_AVX512) || defined(HKI_AVX2)
+  Integers integers(w);
+  const bool fit = x.rows == 1 && w.nibbles() && w.rounding == kNone && integers.starts_are_vectors();
+  if (!fit || !integers.set(w.table) || !x.moderate()) return false;
+  Rounded<3> rounded(integers, 1);
+  rounded.place(scratch<1>(rounded.size()));
+  round_row(integers, x.data, 0, true, rounded);
+  const auto part = integers.values() == kCounted ? integer_rows<kCounted, 1, 4, 3, true>
+                                                  : integer_rows<kSmallTable, 1, 4, 3, true>;
+  team.parts(w.rows, 4, 384, [&](int64_t first, int64_t last) { part(integers, rounded, 0, first, last, y); });
+  return true;
+#else
+  return false;
+#endif
+}
 
 // --- many rows of activations --------------------------------------------------------------------
 
@@ -577,6 +612,7 @@ void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const
     team.parts(w.length, kWidest, 512, [&](int64_t first, int64_t last) {
       along_rows(w, blocks, kind, x, first, last, y);
     });
+  } else if (by_digits(w, x, y, team)) {
   } else if (x.rows <= kFew) {
     const int64_t size = x.rows * (w.groups * blocks.size() * kCodes + kApart);
     const FewRows few = x.rows == 1   ? OfFewRows<1>::find(w, kind, x)
