@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.arrays.axes import filled_outside, takes_whole_rows
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.dispatch import primitive_handler
@@ -106,23 +107,6 @@ def transpose_operator(
     """Transposes the matrix, or each matrix of a stack."""
     lead = range(w.ndim - 2)
     return w.transposed() if permutation == (*lead, w.ndim - 1, w.ndim - 2) else NotImplemented
-
-
-def takes_whole_rows(w: Array, ids: Array, params: EqnParam) -> bool:
-    """Whether a `gather` takes rows of one matrix, as an embedding does: `ids` are `[..., 1]`."""
-    numbers = params["dimension_numbers"]
-    whole_rows = w.ndim == 2 and tuple(params["slice_sizes"]) == (1, w.shape[1])
-    taken = (numbers.collapsed_slice_dims, numbers.start_index_map) == ((0,), (0,))
-    last = tuple(numbers.offset_dims) == (ids.ndim - 1,)
-    return whole_rows and taken and last and not numbers.operand_batching_dims
-
-
-def filled_outside(rows: jax.Array, w: Array, ids: jax.Array, params: EqnParam) -> jax.Array:
-    """The rows that a `gather` took; if its mode says so, filled for indices out of bounds."""
-    if params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
-        return rows
-    fill_value = jnp.nan if params["fill_value"] is None else params["fill_value"]
-    return jnp.where((ids >= 0) & (ids < w.shape[0]), rows, fill_value)
 
 
 @primitive_handler("gather")

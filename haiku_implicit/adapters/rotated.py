@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.adapters.operators import Hadamard, filled_outside, mapped, takes_whole_rows
+from haiku_implicit.adapters.operators import Hadamard, mapped
+from haiku_implicit.arrays.axes import filled_outside, takes_whole_rows
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense

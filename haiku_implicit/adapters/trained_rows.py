@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.adapters.operators import takes_whole_rows
 from haiku_implicit.arrays.adapter import Adapter
+from haiku_implicit.arrays.axes import takes_whole_rows
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense

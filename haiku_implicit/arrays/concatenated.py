@@ -271,6 +271,31 @@ def dynamic_slice_parts(
     return w.of_each(cut, w.sizes)
 
 
+@primitive_handler("gather")
+def gather_from_parts(
+    primitive: Primitive, w: Concatenated, ids: jax.Array, **params: EqnParam
+) -> Result:
+    """Gathers whole rows, as an embedding does: of all parts, or of the one that has the row."""
+    if not axes_of.takes_whole_rows(w, ids, params) or not jnp.issubdtype(w.dtype, jnp.inexact):
+        return NotImplemented
+    if ids.dtype.itemsize < 4:  # which may not hold where parts start
+        ids = ids.astype(jnp.int32)
+    # Each part takes the nearest row that it has.
+    own = params | dict(mode=jax.lax.GatherScatterMode.CLIP, unique_indices=False)
+
+    def take(x: Array, ids: jax.Array) -> jax.Array:
+        return dense(primitive.bind(x, ids, **own | dict(slice_sizes=(1, x.shape[1]))))
+
+    if w.axis == -1:
+        rows = jnp.concatenate([take(x, ids) for x in w.parts], -1)
+    else:
+        starts = np.cumsum([0, *w.sizes[:-1]], dtype=ids.dtype)
+        rows = take(w.parts[0], ids)
+        for x, start in zip(w.parts[1:], starts[1:], strict=True):
+            rows = jnp.where(ids >= start, take(x, ids - start), rows)
+    return axes_of.filled_outside(rows, w, ids, params)
+
+
 # --- elementwise ---------------------------------------------------------------------------------
 
 

@@ -127,6 +127,23 @@ def test_gradients(pair):
     jax.tree.map(lambda a, b: close(a, b, rtol=2e-5), found, expected)
 
 
+ROWS = jnp.array([[0, 31, 32], [63, 40, -1], [64, 700, -65]])
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
+def test_rows_as_an_embedding_has_them(mode):
+    """A table of several parts, as with an adaptive softmax, or with tokens that were added."""
+    ids = ROWS[:2] if mode == "promise_in_bounds" else ROWS
+    for axis in range(2):
+        take = functools.partial(_rows, axis=axis, mode=mode)
+        same_without_dense(take, ids // (1 + axis), *PAIRS["int4 and lora of int4"])
+        same_without_dense(take, ids // (1 + axis), *PAIRS["scaled and lora"])
+
+
+def _rows(ids, v, w, axis, mode):
+    return jnp.concatenate([v, w], axis).at[ids].get(mode=mode, fill_value=3.0, unique_indices=True)
+
+
 def test_in_loops_and_under_vmap():
     v, w = PAIRS["lora of int4"]
     x = normal((5, 32), 5)
