@@ -140,6 +140,18 @@ def test_rows_as_an_embedding_has_them(mode):
         same_without_dense(take, ids // (1 + axis), *PAIRS["scaled and lora"])
 
 
+def test_rows_by_small_integers():
+    """The second part starts at 300, which int8 does not hold."""
+    v = hki.QuantizedMatrix.quantize(normal((300, 4)), "int8")
+    ids = jnp.array([[44], [127], [3]], jnp.int8)
+
+    def take(v, w):
+        numbers = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
+        return jax.lax.gather(jnp.concatenate([v, w]), ids, numbers, (1, 4), mode="clip")
+
+    same_without_dense(take, v, normal((60, 4), 1))
+
+
 def _rows(ids, v, w, axis, mode):
     return jnp.concatenate([v, w], axis).at[ids].get(mode=mode, fill_value=3.0, unique_indices=True)
 
