@@ -1,24 +1,14 @@
 """The public names, for `__init__.py` and for type checkers. The names follow the order of use."""
 
 from haiku_implicit import adapters, layers, mox, quantization, testing
-from haiku_implicit.arrays import (
-    Concatenated,
-    FakeQuantized,
-    LoRA,
-    MatrixView,
-    QuantizedBlocks,
-    QuantizedCache,
-    QuantizedMatrix,
-    Repeated,
-    ScaledMatrix,
-    StaticQuantized,
-    SymbolicConstant,
-    TrainedQuantized,
-    TrellisMatrix,
-    Zeros,
-    fake_quantize,
-)
+from haiku_implicit.arrays.concatenated import Concatenated
+from haiku_implicit.arrays.constant import SymbolicConstant
+from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.lora_init import EVA, CorDA, LoftQ, LoRAGA
+from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.arrays.repeated import Repeated
+from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ArrayValue, ImplicitArray
 from haiku_implicit.core.binary import binary_handler
 from haiku_implicit.core.box import box
@@ -91,6 +81,13 @@ from haiku_implicit.params.quantizing.training import (
 from haiku_implicit.params.sensitivity import Allocation, Sensitivity, sensitivity
 from haiku_implicit.params.summary import Summary, compare_params, summary
 from haiku_implicit.params.trees.infer_axes import infer_matrix_axes, prepare
+from haiku_implicit.quantized.matrix import QuantizedMatrix
+from haiku_implicit.quantized.types.fake_quantized import FakeQuantized, fake_quantize
+from haiku_implicit.quantized.types.quantized_blocks import QuantizedBlocks
+from haiku_implicit.quantized.types.quantized_cache import QuantizedCache
+from haiku_implicit.quantized.types.static_quantized import StaticQuantized
+from haiku_implicit.quantized.types.trained_quantized import TrainedQuantized
+from haiku_implicit.quantized.types.trellis import TrellisMatrix
 from haiku_implicit.training.gradients import (
     BIASES,
     LAYER_NORMS,

@@ -1,7 +1,7 @@
 """`C3A`: a weight with a matrix of circulant blocks as its correction, and this operator."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.drawing import zeros
 from haiku_implicit.core.typing import Array
-from haiku_implicit.quantized.numbers.options import is_positive_integer
 
 
 @dataclasses.dataclass
@@ -54,13 +53,9 @@ class C3A(Adapter):
       kernel: `[..., n / size, m / size, size]`, the first column of each block; zeros at first.
     """
 
-    kernel: Array
+    positive_options = ("block_size",)
 
-    @classmethod
-    def check_options(cls, options: dict[str, Any]) -> None:
-        if "block_size" in options and not is_positive_integer(options["block_size"]):
-            size = options["block_size"]
-            raise ValueError(f"block_size: expected a positive integer, got {size!r}")
+    kernel: Array
 
     @classmethod
     def create(cls, w: Array, key: jax.Array, *, block_size: int) -> Self:

@@ -13,7 +13,6 @@ from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.typing import Array
-from haiku_implicit.quantized.numbers.options import is_positive_integer
 
 
 @dataclasses.dataclass
@@ -58,6 +57,8 @@ class GraLoRA(Adapter):
       alpha: the numerator of the scale, as for `LoRA`.
     """
 
+    positive_options = ("rank", "blocks")
+
     a: Array
     b: Array
     alpha: Array = dataclasses.field(default=None, metadata=FROZEN)
@@ -66,8 +67,6 @@ class GraLoRA(Adapter):
     def check_options(cls, options: dict[str, Any]) -> None:
         super().check_options(options)
         blocks = options.get("blocks", 2)
-        if not is_positive_integer(blocks):
-            raise ValueError(f"blocks: expected a positive integer, got {blocks!r}")
         if options.get("rank", blocks) % blocks:
             raise ValueError(f"rank: expected a multiple of blocks={blocks}, got {options['rank']}")
 

@@ -37,6 +37,7 @@ class Adapter(Wrapper, core_ndim=2):
       one_key: of a subclass: whether all weights of a tree draw with the same key.
       keeps_base: of a subclass: whether the base can be computed from the weight and the adapter, as
         `unmerge_adapters` does.
+      positive_options: of a subclass: the options of `create` that are whole numbers above zero.
       peft_flag: of a subclass: the key in PEFT's configuration of LoRA that is true for this type, ''
         for LoRA itself; None if PEFT's files of LoRA can't hold the type.
       peft_tensors: of a subclass: PEFT's names of the tensors besides the two factors, by field.
@@ -64,6 +65,7 @@ class Adapter(Wrapper, core_ndim=2):
     one_key: ClassVar[bool] = False
     keeps_base: ClassVar[bool] = True
     method: ClassVar[str] = ""
+    positive_options: ClassVar[tuple[str, ...]] = ("rank",)
     peft_flag: ClassVar[str | None] = None
     peft_tensors: ClassVar[dict[str, str]] = {}
 
@@ -82,8 +84,9 @@ class Adapter(Wrapper, core_ndim=2):
     @classmethod
     def check_options(cls, options: dict[str, Any]) -> None:
         """Raises for options of `create` that fit no weight."""
-        if "rank" in options and not is_positive_integer(options["rank"]):
-            raise ValueError(f"rank: expected a positive integer, got {options['rank']!r}")
+        for name in cls.positive_options:
+            if name in options and not is_positive_integer(options[name]):
+                raise ValueError(f"{name}: expected a positive integer, got {options[name]!r}")
 
     @classmethod
     def options_for(cls, path: str, ndim: int, options: dict[str, Any]) -> dict[str, Any]:

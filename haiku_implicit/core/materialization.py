@@ -255,7 +255,7 @@ def emit(event: Event) -> None:
         warn_caller(event.text)
         return
     if not event.file:  # a library's own function was wrapped: name the line that calls it
-        file, line = _caller()
+        file, line = _first_own((f.f_code.co_filename, n) for f, n in traceback.walk_stack(None))
         event = dataclasses.replace(event, file=file, line=line)
     for report in _reports.get():
         report.add(event)
@@ -370,11 +370,6 @@ def _module_path(names: str) -> str:
 # JAX's notation for a jitted function, and for the name of a transformed function.
 _FUNCTION = re.compile(r"\bp?jit\([^()]*\)")
 _TRANSFORMED = re.compile(r"\w+\(([^()]*)\)")
-
-
-def _caller() -> tuple[str, int]:
-    """The user's file and line in the current call stack."""
-    return _first_own((f.f_code.co_filename, n) for f, n in traceback.walk_stack(None))
 
 
 def _first_own(places: Iterable[tuple[str, int]]) -> tuple[str, int]:

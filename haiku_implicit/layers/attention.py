@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Array
+from haiku_implicit.quantized.numbers.formats import repeated
 
 
 @use_implicit_args
@@ -138,11 +139,7 @@ def _repeated(x: Array, n_rep: int, axis: int, axes: str) -> jax.Array:
     _check_four_axes("x", x, axes)
     if n_rep < 1:
         raise ValueError(f"n_rep: expected at least 1, got {n_rep}")
-    if n_rep == 1:
-        return x
-    before, after = x.shape[: axis + 1], x.shape[axis + 1 :]
-    x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*before, n_rep, *after))
-    return x.reshape(*before[:-1], before[-1] * n_rep, *after)
+    return x if n_rep == 1 else repeated(x, n_rep, axis)
 
 
 def _check_four_axes(name: str, x: Array, axes: str) -> None:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from haiku_implicit.arrays import Zeros
 from haiku_implicit.arrays.matrix_view import MatrixView
+from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core import containers
 from haiku_implicit.core.array import (
     ImplicitArray,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from haiku_implicit.arrays import Zeros
+from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray, data_names
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.messages import see

@@ -230,7 +230,8 @@ def with_path(root: Body, pattern: str) -> list[ModuleCall]:
       KeyError: if no path matches.
     """
     there = calls(root)
-    found = [node for node in there if matches_glob(node.path, pattern)]
+    parts = tuple(pattern.split("/"))
+    found = [node for node in there if _match(tuple(node.path.split("/")), parts)]
     if not found:
         paths = list(dict.fromkeys(node.path for node in there))
         close = difflib.get_close_matches(pattern, paths) or _with_close_names(pattern, paths)
@@ -250,12 +251,8 @@ def is_hidden(node: Node) -> bool:
     return isinstance(node, ModuleCall) and (node.call is None or node.method == "__init__")
 
 
-def matches_glob(path: str, pattern: str) -> bool:
-    """Whether a module's path matches a pattern: `*` within a part of it, `**` for any parts."""
-    return _match(tuple(path.split("/")), tuple(pattern.split("/")))
-
-
 def _match(parts: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    """Whether a module's path matches a pattern: `*` within a part of it, `**` for any parts."""
     if not patterns:
         return not parts
     if patterns[0] == "**":

@@ -315,10 +315,6 @@ def _check_activation(method: str, how: QuantizeOptions) -> None:
         )
 
 
-def _gptq(w: jax.Array, moments: jax.Array, how: QuantizeOptions) -> ImplicitArray:
-    return how.quantize(w, moments)
-
-
 def _awq(
     w: jax.Array, moments: jax.Array, how: QuantizeOptions, products: bool = False
 ) -> ScaledMatrix:
@@ -386,7 +382,7 @@ class _Method(NamedTuple):
 
 
 _METHODS = {
-    "gptq": _Method(_gptq),
+    "gptq": _Method(lambda w, moments, how: how.quantize(w, moments)),
     "awq": _Method(_awq),
     "awq+gptq": _Method(functools.partial(_awq, products=True)),
     "smoothquant": _Method(_smoothquant, "maxima", (0, 1)),

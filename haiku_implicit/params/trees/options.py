@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +33,14 @@ class Room(NamedTuple):
     Attributes:
       rank_of: a function from the path of a weight to its rank.
       room_of: a function from the path and the shape of a weight to the largest rank.
+      of_each: the new thing that each matrix of a stack has, in words.
+      page: the section of the errors' page for weights that suit and have no room.
     """
 
     rank_of: Callable[[str], int]
     room_of: Callable[[str, tuple[int, ...]], int]
-
-    @property
-    def of_each(self) -> str:
-        """The new thing that each matrix of a stack has, in words."""
-        return "an adapter"
+    of_each: str = "an adapter"
+    page: str = "a-rank-too-large"
 
     def suits(self, module_name: str, name: str, value: Array) -> bool:
         """Whether a parameter is a dense or quantized weight."""
@@ -53,11 +52,6 @@ class Room(NamedTuple):
         """Whether a weight has room for its rank."""
         path = path_of(module_name, name)
         return self.rank_of(path) <= self.room_of(path, tuple(value.shape))
-
-    @property
-    def page(self) -> str:
-        """The section of the errors' page for weights that suit and have no room."""
-        return "a-rank-too-large"
 
     def wanted(self, suited: Sequence[Parameter]) -> str:
         """The default targets in words, for the error that none of the suited weights has room."""
@@ -91,7 +85,7 @@ class Room(NamedTuple):
 class QuantizeOptions:
     """The options of `QuantizedMatrix.quantize`, checked as far as no weight is needed.
 
-    Trellis codes have no options, and are always rotated.
+    Trellis codes have no options, and are always rotated. `of_each` and `page` are as for `Room`.
 
     Raises:
       ValueError: for an `axis` or a `group_size` that no weight could have, or that has no rotation.
@@ -105,6 +99,9 @@ class QuantizeOptions:
     scale_dtype: DType | None = None
     activation: str | None = None
     rotate: bool = False
+
+    of_each: ClassVar[str] = "scales"
+    page: ClassVar[str] = "groups-that-do-not-fit"
 
     def __post_init__(self) -> None:
         if self.axis not in (-2, -1):
@@ -185,16 +182,6 @@ class QuantizeOptions:
     def is_rotated_table(self, name: str) -> bool:
         """Whether a parameter is `hk.Embed`'s: a look-up of a row would rotate the whole table."""
         return self.is_rotated and name == "embeddings"
-
-    @property
-    def of_each(self) -> str:
-        """The new thing that each matrix of a stack has, in words."""
-        return "scales"
-
-    @property
-    def page(self) -> str:
-        """The section of the errors' page for weights that suit and do not fit."""
-        return "groups-that-do-not-fit"
 
     def wanted(self, suited: Sequence[Parameter]) -> str:
         """The default targets in words, for the error that none of the suited weights fits."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.typing import Array, DType, Precision
@@ -115,16 +114,12 @@ def pallas_matmul(
     offset = None if q.offset is None else readable(q.offset)
     has_table, values = plan.matrix.has_table, plan.matrix.format.table
     table = jnp.asarray(values, jnp.float32) if has_table else None
-    operands = x, _bytes(q.codes), readable(q.scale), offset, table
+    operands = x, q.codes.view(jnp.uint8), readable(q.scale), offset, table
     splits = plan.tile.splits
     shape = (splits, batch, m, q.shape[-1])
     out = compat.struct(shape, jnp.float32 if splits > 1 else dtype, like=jax.tree.leaves(operands))
     y = _call(plan, out, operands, interpret)
     return y.sum(0).astype(dtype) if splits > 1 else y[0]
-
-
-def _bytes(codes: jax.Array) -> jax.Array:
-    return codes if codes.dtype == np.uint8 else jax.lax.bitcast_convert_type(codes, jnp.uint8)
 
 
 def _call(

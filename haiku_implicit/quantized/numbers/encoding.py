@@ -155,7 +155,11 @@ def _encoded(
     """
     stored = jnp.swapaxes(weight, -1, -2) if transposed else weight
     rounding = scales.rounding(scale_dtype)
-    importance = 1.0 if inputs is None else _importance(stored, inputs.squares, tile)
+    importance: jax.Array | float = 1.0
+    if (
+        inputs is not None
+    ):  # an element's squared error weighs as the mean square of what it multiplies
+        importance = _blocks(jnp.broadcast_to(inputs.squares[..., None, :], stored.shape), tile)
     blocks = _blocks(stored, tile)
     found = calibration.calibrate(blocks, fmt, method, rounding, importance)
     finite = (
@@ -313,11 +317,6 @@ def _inputs_of(
     if moments.ndim == len(inputs):
         return gptq.Inputs(moments)
     return gptq.inputs_of(moments, formats.arithmetic_dtype(dtype), -k % fmt.multiple)
-
-
-def _importance(stored: jax.Array, squares: jax.Array, tile: tuple[int, int]) -> jax.Array:
-    """The weight of each element's squared error: the mean square of the inputs it multiplies."""
-    return _blocks(jnp.broadcast_to(squares[..., None, :], stored.shape), tile)
 
 
 def _prescribed(name: str, given: Any, needed: Any, dtype: DType) -> Any:

@@ -13,16 +13,16 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Sharding
 
-from haiku_implicit.core.array import ImplicitArray, is_implicit
+from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.keys import as_key
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Array, DType, EqnParam, Precision, Primitive
+from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.activation_stats import QuantStats
 from haiku_implicit.quantized.products.bilinear import (
@@ -294,7 +294,7 @@ def einsum(
 
 
 @dataclasses.dataclass
-class _Operand(ImplicitArray):
+class _Operand(Wrapper):
     """An operand of an einsum, or the product of some operands.
 
     Attributes:
@@ -310,12 +310,6 @@ class _Operand(ImplicitArray):
     first: int = aux_field()
     is_weight: bool = aux_field()
     key: Array = None
-
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
-
-    def compute_dtype(self) -> np.dtype:
-        return self.value.dtype
 
     def materialize(self) -> NoReturn:
         """Raises, because a product of the dense array would not be quantized."""
