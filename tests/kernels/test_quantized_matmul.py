@@ -119,6 +119,24 @@ def test_other_targets(target, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("name", ["int4", "uint4", "fp4"])
+def test_one_row_of_any_magnitude(name):
+    """It is multiplied as integers, unless it is very small or large."""
+    w = quantized(name)
+    x, dense = np.asarray(normal((1, 96)), np.float64), np.asarray(hki.materialize(w), np.float64)
+    x[:, :32] *= 1e-4  # a group of its own
+    scale, run = np.abs(x).max() * np.abs(dense).max() * np.sqrt(96), jax.jit(product)
+    for factor in (1e-30, 1e-12, 1.0, 1e20, 1e30):
+        got = np.asarray(run(w, (x * factor).astype(np.float32)), np.float64) / factor
+        np.testing.assert_allclose(got, x @ dense, rtol=1e-6, atol=1e-6 * scale)
+    small = run(w, np.where(np.arange(96) < 32, x, 0).astype(np.float32))
+    np.testing.assert_allclose(small, x[:, :32] @ dense[:32], rtol=1e-6, atol=1e-10 * scale)
+    ones = np.asarray(run(w, np.eye(96, dtype=np.float32)[40:41]))
+    np.testing.assert_allclose(ones[0], dense[40], rtol=1e-6)
+    for bad in (np.inf, np.nan):
+        assert not np.isfinite(run(w, np.full((1, 96), bad, np.float32))).any()
+
+
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-20, 2.0**127])
 def test_all_codes_of_8_bit_floats(name, scale):
