@@ -192,7 +192,7 @@ void operands(Frame& call, Matrix& w, std::vector<float>& x, int64_t m) {
 
 void check_floats(Matrix& w, int64_t m, bool along_rows, int64_t rounding, std::mt19937& random) {
   const int64_t in = along_rows ? w.rows : w.length, out = along_rows ? w.length : w.rows;
-  std::vector<float> x(m * in), y(m * out), packed(along_rows || m <= 8 ? 0 : (m + 31) / 32 * 32 * in);
+  std::vector<float> x(m * in), y(m * out), packed(along_rows || m <= 2 ? 0 : (m + 31) / 32 * 32 * in);
   for (float& one : x) one = random() % 256 / 64.0f - 2;
   Frame call;
   operands(call, w, x, m);
