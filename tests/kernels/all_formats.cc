@@ -351,6 +351,11 @@ int main(int count, char** args) {
           check_integers(w, m, i % 2, largest, random);
       }
     }
+  for (int64_t group : {32, 64, 128})  // of so many numbers that few rows are multiplied like many
+    for (int64_t m : {3, 5, 8}) {
+      Matrix w(formats[m % 2 ? 3 : 4], 300, 512, group, group == 64, false, random);
+      check_floats(w, m, false, 0, random);
+    }
   for (int64_t bits : {2, 3, 4})
     for (int64_t steps : {32, 96, 256})
       for (int64_t m : {1, 3, 8, 11}) check_trellis(bits, 1 + random() % 70, 1 + random() % 3, steps, m, random);

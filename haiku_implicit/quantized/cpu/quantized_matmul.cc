@@ -5,10 +5,11 @@
 //   along the groups:   y[m, row] = sum over k of x[m, k] * W[row, k]
 //   along the rows:     y[m, k]   = sum over rows of x[m, row] * W[row, k]
 //
-// For up to eight rows of x (or two to four) codes are decoded in registers: along the groups (`few_rows`), where memory is
-// asked for ahead, as rows of a few hundred bytes are too short for the CPU to foresee the next, and along
-// short rows (`short_rows`). Otherwise blocks of W that fit the L2 cache are decoded there, for many rows
-// of x at a time, and one register-blocked loop (`multiply`) does the products of both kinds.
+// For up to eight rows of x (two or four for 4 bits in groups) codes are decoded in registers: along the
+// groups (`few_rows`), where memory is asked for ahead, as rows of a few hundred bytes are too short for
+// the CPU to foresee the next, and along short rows (`short_rows`). Otherwise blocks of W that fit the L2
+// cache are decoded there, for many rows of x at a time, and one register-blocked loop (`multiply`) does
+// the products of both kinds.
 //
 // Compiled for the very CPU that it runs on: the width of vectors is a constant.
 
@@ -435,7 +436,8 @@ constexpr DecodeRows kDecodeRows[] = {decode_rows<kTable16>, decode_rows<kSigned
 
 // How to decode rows, in parts of so many columns.
 DecodeRows decoder(const Weights& w, Kind kind, int64_t columns) {
-  if (w.rounding != kNone || w.group % kCodes || w.group > kWhole || columns % w.group) return kDecodeRows[kind];
+  const bool whole = w.group % kCodes == 0 && w.group <= kWhole && columns % w.group == 0;
+  if (!whole || w.rounding != kNone) return kDecodeRows[kind];
   if (kind == kSigned && w.bits() == 8) return decode_groups<kSigned, OneByOne>;
   if (!w.nibbles()) return kDecodeRows[kind];
   if (w.group == kCodes) return decode_groups<kTable16, InPlanes<4, 0, 16>>;
