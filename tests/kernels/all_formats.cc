@@ -192,7 +192,7 @@ void operands(Frame& call, Matrix& w, std::vector<float>& x, int64_t m) {
 
 void check_floats(Matrix& w, int64_t m, bool along_rows, int64_t rounding, std::mt19937& random) {
   const int64_t in = along_rows ? w.rows : w.length, out = along_rows ? w.length : w.rows;
-  std::vector<float> x(m * in), y(m * out), packed(along_rows || m <= 8 ? 0 : (m + 31) / 32 * 32 * in);
+  std::vector<float> x(m * in), y(m * out), packed(along_rows || m <= 2 ? 0 : (m + 31) / 32 * 32 * in);
   for (float& one : x) one = random() % 256 / 64.0f - 2;
   Frame call;
   operands(call, w, x, m);
@@ -350,6 +350,11 @@ int main(int count, char** args) {
         for (int64_t m : {some_rows[i % 6], some_rows[6 + i % 3]})
           check_integers(w, m, i % 2, largest, random);
       }
+    }
+  for (int64_t group : {32, 64, 128})  // of so many numbers that few rows are multiplied like many
+    for (int64_t m : {3, 5, 8}) {
+      Matrix w(formats[m % 2 ? 3 : 4], 300, 512, group, group == 64, false, random);
+      check_floats(w, m, false, 0, random);
     }
   for (int64_t bits : {2, 3, 4})
     for (int64_t steps : {32, 96, 256})

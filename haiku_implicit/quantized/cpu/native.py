@@ -73,7 +73,7 @@ def native_matmul(x: jax.Array, q: Array, order: Order, dtype: DType, **_: Any) 
         bias=int(fmt.bias) if fmt.bits > 4 else 0,
     )
     packed = (
-        0 if along_rows or x.shape[1] <= 8 else -(-min(x.shape[1], 512) // 32) * 32 * x.shape[2]
+        0 if along_rows or x.shape[1] <= 2 else -(-min(x.shape[1], 512) // 32) * 32 * x.shape[2]
     )
     return _call("QuantizedMatmul", x, q, order, packed, **how).astype(dtype)
 

@@ -5,10 +5,11 @@
 //   along the groups:   y[m, row] = sum over k of x[m, k] * W[row, k]
 //   along the rows:     y[m, k]   = sum over rows of x[m, row] * W[row, k]
 //
-// For up to eight rows of x codes are decoded in registers: along the groups (`few_rows`), where memory is
-// asked for ahead, as rows of a few hundred bytes are too short for the CPU to foresee the next, and along
-// short rows (`short_rows`). Otherwise blocks of W that fit the L2 cache are decoded there, for many rows
-// of x at a time, and one register-blocked loop (`multiply`) does the products of both kinds.
+// For up to eight rows of x (two or four for 4 bits in groups) codes are decoded in registers: along the
+// groups (`few_rows`), where memory is asked for ahead, as rows of a few hundred bytes are too short for
+// the CPU to foresee the next, and along short rows (`short_rows`). Otherwise blocks of W that fit the L2
+// cache are decoded there, for many rows of x at a time, and one register-blocked loop (`multiply`) does
+// the products of both kinds.
 //
 // Compiled for the very CPU that it runs on: the width of vectors is a constant.
 
@@ -326,6 +327,7 @@ struct OfFewRows {
 };
 
 constexpr int64_t kFew = 8;  // up to this many rows
+constexpr int64_t kFewOfGroups = kLanes == 16 ? 4 : 2;  // if `decode_groups` serves codes of 4 bits
 
 // --- one row of activations, as integers --------------------------------------------------------------
 
@@ -469,7 +471,8 @@ constexpr DecodeRows kDecodeRows[] = {decode_rows<kTable16>, decode_rows<kSigned
 
 // How to decode rows, in parts of so many columns.
 DecodeRows decoder(const Weights& w, Kind kind, int64_t columns) {
-  if (w.rounding != kNone || w.group % kCodes || columns % w.group) return kDecodeRows[kind];
+  const bool whole = w.group % kCodes == 0 && w.group <= kWhole && columns % w.group == 0;
+  if (!whole || w.rounding != kNone) return kDecodeRows[kind];
   if (kind == kSigned && w.bits() == 8) return decode_groups<kSigned, OneByOne>;
   if (!w.nibbles()) return kDecodeRows[kind];
   if (w.group == kCodes) return decode_groups<kTable16, InPlanes<4, 0, 16>>;
@@ -604,6 +607,12 @@ void along_short_rows(const Weights& w, const Blocks& blocks, Kind kind, const A
 
 // --- the whole -----------------------------------------------------------------------------------
 
+// Up to how many rows of x are few. (Small matrices of a batch have threads of their own.)
+int64_t few(const Weights& w, Kind kind, bool along) {
+  if (along || !w.nibbles() || w.rows * w.length < kWorthWaking) return kFew;
+  return decoder(w, kind, w.group) == kDecodeRows[kind] ? kFew : kFewOfGroups;
+}
+
 void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const Activations& x,
             float* packed, float* y, Team team) {
   if (along && x.rows <= kFew && w.stored <= kShort && w.rounding == kNone) {
@@ -613,15 +622,15 @@ void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const
       along_rows(w, blocks, kind, x, first, last, y);
     });
   } else if (by_digits(w, x, y, team)) {
-  } else if (x.rows <= kFew) {
+  } else if (x.rows <= few(w, kind, along)) {
     const int64_t size = x.rows * (w.groups * blocks.size() * kCodes + kApart);
-    const FewRows few = x.rows == 1   ? OfFewRows<1>::find(w, kind, x)
+    const FewRows how = x.rows == 1   ? OfFewRows<1>::find(w, kind, x)
                         : x.rows == 2 ? OfFewRows<2>::find(w, kind, x)
                         : x.rows <= 4 ? OfFewRows<4>::find(w, kind, x)
                                       : OfFewRows<8>::find(w, kind, x);
-    const Activations in_order = few.arranged(w, blocks, x, scratch<1>(size));
+    const Activations in_order = how.arranged(w, blocks, x, scratch<1>(size));
     team.parts(w.rows, 4, 384, [&](int64_t first, int64_t last) {
-      few.multiply(w, blocks, in_order, first, last, y);
+      how.multiply(w, blocks, in_order, first, last, y);
     });
   } else {
     for (int64_t m = 0; m < x.rows; m += kMany) {
@@ -637,7 +646,7 @@ void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const
 
 // Operands: x [batch, m, rows or length], codes [..., stored], scale and offset (empty where there is
 // none) [..., groups], of which `order` says what the axes are. Results: y [batch, m, length or rows], and
-// memory for the transpose of `kMany` rows of x, for products of more than `kFew` along the groups.
+// memory for the transpose of `kMany` rows of x, for products of more than two along the groups.
 void handle(const Call& call) {
   const Array x = call.operand(0), codes = call.operand(1), scale = call.operand(2);
   const Array offset = call.operand(3), y = call.result(0), packed = call.result(1);
@@ -652,7 +661,7 @@ void handle(const Call& call) {
   w.rounding = static_cast<Rounding>(call.number<int64_t>("rounding"));
   const Blocks blocks(w);
   const int64_t products = w.rows * w.length * std::min(m, kFew);
-  over_batch(batch, products, call.threads(), m <= kFew, [&](int64_t b, Team team) {
+  over_batch(batch, products, call.threads(), m <= few(w, kind, along_rows), [&](int64_t b, Team team) {
     const Activations rows{x.floats() + b * m * in, m, in, in};
     matmul(w.from(layout.first(b), scale, offset), blocks, kind, along_rows, rows, packed.floats(),
            y.floats() + b * m * out, team);
