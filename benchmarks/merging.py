@@ -3,9 +3,8 @@
     python examples/finetune_smollm.py    # trains the LoRA, of rank 8
     python -m benchmarks.merging          # some ten minutes
 
-Run it from the root of the repository. Projections are quantized with inputs (GPTQ, LDLQ), the LoRA is
-put on, and then merged into codes of the same format, without inputs. `docs/adapters.md` and
-`docs/fidelity.md` have the results.
+Run it from the root of the repository. Projections are quantized, the LoRA is put on, and then merged
+into codes of the same format, which know no inputs. `docs/adapters.md` has the results.
 """
 
 import math
@@ -23,15 +22,16 @@ from benchmarks import fidelity, tables
 ADAPTER = flags.DEFINE_string(
     "merged_adapter", "smollm_adapter.safetensors", "The file of examples/finetune_smollm.py."
 )
+INPUTS = flags.DEFINE_bool("merged_inputs", False, "Whether to quantize with inputs (GPTQ, LDLQ).")
 FORMATS = flags.DEFINE_list("merged_formats", None, "Only these formats; by default all.")
 
 GROUPS = dict(group_size=64, scale_dtype="bfloat16", calibration="mse")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "trellis3": dict(dtype="trellis3"),
+    "int4/64": dict(dtype="int4", **GROUPS),
+    "nf4/64": dict(dtype="nf4", **GROUPS),
+    "int4/64/rotated": dict(dtype="int4", rotate=True, **GROUPS),
     "trellis4": dict(dtype="trellis4"),
-    "int4, 64, rotated": dict(dtype="int4", rotate=True, **GROUPS),
-    "int4, 64": dict(dtype="int4", **GROUPS),
-    "nf4, 64": dict(dtype="nf4", **GROUPS),
+    "trellis3": dict(dtype="trellis3"),
 }
 
 
@@ -40,20 +40,18 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
     adapter = jax.tree.leaves(hki.load(ADAPTER.value)["adapter"])
     model = fidelity.Language()
-    inputs = model.inputs.moments
     dense = hki.merge_lora(with_lora(model.params, adapter))
     print(
         "dense, without LoRA and merged:", perplexity(model, model.params), perplexity(model, dense)
     )
+    method = "gptq" if INPUTS.value else None
     rows = []
     for name in FORMATS.value or OPTIONS:
-        base, quantizing = timed(
-            lambda name=name: hki.quantize_with_inputs(model.params, inputs, **OPTIONS[name])
-        )
+        base, quantizing = timed(lambda name=name: model.inputs.quantized(OPTIONS[name], method)[0])
         tuned = with_lora(base, adapter)
         merged, merging = timed(lambda tuned=tuned: hki.merge_lora(tuned, requantize=True))
         exact, merged = hki.merge_lora(tuned), hki.materialize(merged)
-        error = relative_error(merged, exact, list(inputs))
+        error = relative_error(merged, exact)
         scores = [perplexity(model, params) for params in (exact, merged)]
         rows.append([name, f"{error:.3f}", *scores, quantizing, merging])
         print(*rows[-1], flush=True)
@@ -68,9 +66,10 @@ def with_lora(params: Any, adapter: list[jax.Array]) -> Any:
     return hki.combine(jax.tree.unflatten(jax.tree.structure(trained), adapter), frozen)
 
 
-def relative_error(params: Any, exact: Any, paths: Sequence[str]) -> float:
-    """Returns the error of some weights, relative to their root mean square."""
-    pairs = [[tree[m][n] for tree in (params, exact)] for m, n in (p.rsplit("/", 1) for p in paths)]
+def relative_error(params: Any, exact: Any) -> float:
+    """Returns the error of the projections, relative to their root mean square."""
+    names = [(m, n) for m in exact for n in exact[m] if m.endswith("_proj")]
+    pairs = [(params[m][n], exact[m][n]) for m, n in names]
     error = sum(float(jnp.sum((a - b) ** 2)) for a, b in pairs)
     return math.sqrt(error / sum(float(jnp.sum(b**2)) for _, b in pairs))
 
