@@ -82,6 +82,19 @@ def test_quantization_promotes_no_rank(name):
     traced(functools.partial(hki.quantize_params, **QUANTIZED[name]))
 
 
+@pytest.mark.parametrize("name", ["dora", "trellis3", "rotated"])
+def test_half_weights_under_strict_promotion(name):
+    edits = {
+        "dora": functools.partial(hki.add_adapter, key=KEY, method="dora", **ADAPTERS["dora"]),
+        "trellis3": functools.partial(hki.quantize_params, dtype="trellis3"),
+        "rotated": functools.partial(hki.quantize_params, dtype="int4", rotate=True),
+    }
+    w = jax.ShapeDtypeStruct((32, 32), jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        edited = jax.eval_shape(edits[name], {"linear": {"w": w}})
+    assert hki.tree_leaves_with_implicit(edited)[0].dtype == jnp.bfloat16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])
 def test_combining_promotes_no_rank(method):

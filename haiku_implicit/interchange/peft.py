@@ -41,7 +41,7 @@ from haiku_implicit.params.adapters.parts import (
     with_base,
 )
 from haiku_implicit.params.trees import trees
-from haiku_implicit.params.trees.selection import describe, errors_name
+from haiku_implicit.params.trees.selection import describe, editing
 
 TENSORS = "adapter_model.safetensors"
 _LINEAR = "lora_A", "lora_B"
@@ -108,7 +108,7 @@ def load_peft(folder: str | os.PathLike[str], names: Names, *, base: Params = No
         scale = _scale_of(where, config, module, (a, b), decomposed)
         if init is not None and decomposed:
             w = _dense_base(where, init, parameters, place.path)
-            with errors_name(place.path, w):
+            with editing(place.path, w):
                 a, b = _without(a, b, *_start_of(init, w, place.shape, (a, b), scale))
             bases[place.path] = digest(w)
         weight = _weight_of(where, tensors, kind, a, b, scale)
@@ -302,7 +302,7 @@ def _dense(file: str, found: _Tensors, names: Names) -> dict[str, Array]:
         _check_one(place, name, new)
         if place.path.endswith("/embeddings"):
             warn_caller(f"{file}: {name}: {_LOOK_UP}")
-        with errors_name(f"{file}: {name}", x):
+        with editing(f"{file}: {name}", x):
             moved = jnp.transpose(x, place.axes_for(x.ndim))
             new[place.path] = moved if place.shape is None else moved.reshape(place.shape)
     return new

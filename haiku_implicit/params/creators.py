@@ -18,7 +18,7 @@ from haiku_implicit.params.haiku import hooks
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.one_by_one import is_one_of_many
 from haiku_implicit.params.trees.options import checked_group_size
-from haiku_implicit.params.trees.selection import errors_name, is_floating
+from haiku_implicit.params.trees.selection import editing, is_floating
 from haiku_implicit.quantized.types.quantized_cache import QuantizedCache
 
 
@@ -108,7 +108,7 @@ def cache_creator(
     checked_group_size(group_size)
 
     def quantized(parameter: trees.Parameter) -> QuantizedCache:
-        with errors_name(parameter.path, parameter.value):
+        with editing(parameter.path, parameter.value):
             return QuantizedCache.quantize(parameter.value, dtype, group_size, axis=-1)
 
     def caches(state: State) -> Array:

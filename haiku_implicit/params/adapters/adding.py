@@ -25,7 +25,7 @@ from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.one_by_one import is_news
 from haiku_implicit.params.trees.options import Room, check_matrix
-from haiku_implicit.params.trees.selection import describe, errors_name, stacked_axes
+from haiku_implicit.params.trees.selection import describe, editing, stacked_axes
 
 # Options of weights, by patterns of their paths.
 Patterns = Mapping[str, Mapping[str, Any]]
@@ -176,7 +176,7 @@ def add_adapter(
         path, value, stacked = parameter.path, parameter.value, parameter.stacked
         check_matrix(path, value, kind.__name__, stacked)
         own_key = key if kind.one_key else parameter.key_from(key)
-        with errors_name(path, value):
+        with editing(path, value):
             own = kind.options_for(path, len(value.shape) - stacked, of_weight(path))
             new = _in_dtype(_created(kind, value, own_key, own), dtype)
         done[path] = new

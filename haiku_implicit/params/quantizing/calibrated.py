@@ -21,7 +21,7 @@ from haiku_implicit.params.quantizing.observing import Model, arguments_of, chec
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import QuantizeOptions
-from haiku_implicit.params.trees.selection import describe, errors_name
+from haiku_implicit.params.trees.selection import describe, editing
 from haiku_implicit.quantized.matrix import QuantizeArguments
 from haiku_implicit.quantized.numbers import channel_scales, formats, options, scales
 from haiku_implicit.quantized.products.rules import QuantRule
@@ -240,7 +240,7 @@ def quantize_by(
     def quantized(parameter: trees.Parameter, inputs: jax.Array) -> Array:
         path, value = parameter.path, parameter.value
         _check_inputs(path, value, inputs, chosen.needed)
-        with errors_name(path, value), jax.numpy_dtype_promotion("standard"):
+        with editing(path, value):
             own = how_of(parameter)
             if own is None:
                 return value

@@ -20,7 +20,7 @@ from haiku_implicit.params.quantizing.stats import fixed_stats, takes_stats
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.infer_axes import axes_of_use, uses_of
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf, open_matrix
-from haiku_implicit.params.trees.selection import errors_name
+from haiku_implicit.params.trees.selection import editing
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 from haiku_implicit.quantized.numbers.ranges import ScaledAxes
@@ -296,7 +296,7 @@ def convert_trained(
             return value._replace(stats=fixed_stats(parameter.path, value, stacked, state))
         if not isinstance(value, TrainedQuantized):
             return value
-        with errors_name(parameter.path, value):
+        with editing(parameter.path, value):
             own = () if parameter.is_matrix else uses.get(parameter.path, ())
             if own:
                 rule = value.rule_for(own[0].op_name)

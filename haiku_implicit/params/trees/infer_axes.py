@@ -26,7 +26,7 @@ from haiku_implicit.core.typing import Array, Params, SameTree
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import LAST_TWO, MatrixAxes
 from haiku_implicit.params.trees.options import named
-from haiku_implicit.params.trees.selection import errors_name, is_matrix
+from haiku_implicit.params.trees.selection import editing, is_matrix
 
 # A model, or its `apply`.
 Model = hk.Transformed | hk.TransformedWithState | Callable[..., Any]
@@ -77,7 +77,7 @@ def prepare(model: Model, params: SameTree, *args: Any, **kwargs: Any) -> SameTr
         plain = len(value.shape) - parameter.stacked == 2 and own == LAST_TWO
         if own is None or plain or is_implicit(value):
             return value
-        with errors_name(parameter.path, value):
+        with editing(parameter.path, value):
             return MatrixView(*unfolded(value, *own))
 
     return trees.map_parameters(viewed, params)

@@ -10,7 +10,7 @@ from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.predicates import compiled, no_match
 from haiku_implicit.core.typing import Array
-from haiku_implicit.params.trees.selection import errors_name
+from haiku_implicit.params.trees.selection import editing
 from haiku_implicit.quantized.types.ruled import RuledWeight
 
 
@@ -65,7 +65,7 @@ def open_matrix(path: str, value: Array, given: MatrixAxesOf | None = None) -> O
     axes = _given_for(path, given or {})
     if axes is None or (axes == LAST_TWO and is_implicit(value)):
         return Opened(value, None)
-    with errors_name(path, value):
+    with editing(path, value):
         if is_implicit(value):
             raise ValueError(
                 "matrix_axes: it is implicit already; give them to the function that made it so"

@@ -263,7 +263,7 @@ class QuantizeOptions:
                 "dense w of LoRA) can be quantized. Leave it out by exclude=, or materialize it first"
                 f" {see('implicit-already')}"
             )
-        with selection.errors_name(path, value):
+        with selection.editing(path, value):
             return self.quantize(value)
 
 

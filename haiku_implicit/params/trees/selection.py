@@ -125,9 +125,13 @@ def describe(value: Array) -> str:
 
 
 @contextlib.contextmanager
-def errors_name(path: str, value: Array) -> Iterator[None]:
-    """Puts the path of a parameter, its shape and its dtype in front of errors."""
+def editing(path: str, value: Array) -> Iterator[None]:
+    """The block that edits a parameter: errors begin with its path, dtype and shape.
+
+    The program may have set strict promotion; edits are written for the standard one, as rules are.
+    """
     try:
-        yield
+        with jax.numpy_dtype_promotion("standard"):
+            yield
     except (TypeError, ValueError) as e:
         raise type(e)(f"{path} ({describe(value)}): {e}") from e

@@ -425,11 +425,11 @@ def by_rules(
     """
 
     def fits(parameter: Parameter) -> bool:
-        with selection.errors_name(parameter.path, parameter.value):
+        with selection.editing(parameter.path, parameter.value):
             return selection.is_dense_matrix(parameter.value) and bool(decide(rules, parameter))
 
     def made(parameter: Parameter) -> Array:
-        with selection.errors_name(parameter.path, parameter.value):
+        with selection.editing(parameter.path, parameter.value):
             return make(parameter, decide(rules, parameter))
 
     def weights(parameters: Parameters, choice: Choice) -> list[Parameter]:
