@@ -5,11 +5,12 @@
 //   along the groups:   y[m, row] = sum over k of x[m, k] * W[row, k]
 //   along the rows:     y[m, k]   = sum over rows of x[m, row] * W[row, k]
 //
-// For up to eight rows of x (two or four for 4 bits in groups) codes are decoded in registers: along the
-// groups (`few_rows`), where memory is asked for ahead, as rows of a few hundred bytes are too short for
-// the CPU to foresee the next, and along short rows (`short_rows`). Otherwise blocks of W that fit the L2
-// cache are decoded there, for many rows of x at a time, and one register-blocked loop (`multiply`) does
-// the products of both kinds.
+// One row of x is multiplied with codes of small integers as integers (`by_digits`). Otherwise, for up to
+// eight rows (two or four for 4 bits in groups), codes are decoded in registers: along the groups
+// (`few_rows`), where memory is asked for ahead, as rows of a few hundred bytes are too short for the CPU to
+// foresee the next, and along short rows (`short_rows`). Else blocks of W that fit the L2 cache are decoded
+// there, for many rows of x at a time, and one register-blocked loop (`multiply`) does the products of both
+// kinds.
 //
 // Compiled for the very CPU that it runs on: the width of vectors is a constant.
 
