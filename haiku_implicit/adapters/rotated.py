@@ -61,7 +61,7 @@ class Rotated(Wrapper, core_ndim=2, linear_in="w"):
             moments = _back(rotation, _back(rotation, jnp.asarray(moments)).mT).mT
         return cls(quantize(_back(rotation, w).astype(w.dtype), moments), rotation)
 
-    def requantize(self, w: Array) -> Self:
+    def requantize(self, w: Array) -> Array:
         """Another weight with the rotation of this one: quantized like `w`, without inputs.
 
         Args:

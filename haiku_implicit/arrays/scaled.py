@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Self
 
 import chex
 import jax
@@ -90,7 +89,7 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
         """The scale has the scaled axis of the matrix."""
         return {"matrix": "nm", "scale": "nm"[self.axis]}
 
-    def requantize(self, w: Array) -> Self:
+    def requantize(self, w: Array) -> Array:
         """Another weight with the scale of this one, unless the matrix needs another one for it.
 
         Args:

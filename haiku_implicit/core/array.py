@@ -168,7 +168,7 @@ class ImplicitArray(abc.ABC):
         """
         return NotImplemented
 
-    def requantize(self, w: Array) -> Self:
+    def requantize(self, w: Array) -> Array:
         """Returns another weight, `w`, stored in this way; `NotImplemented` by default."""
         del w
         return NotImplemented

@@ -1,5 +1,6 @@
 """Merging and unmerging, and what went wrong with it elsewhere."""
 
+import dataclasses
 import json
 import warnings
 
@@ -274,3 +275,25 @@ def test_a_type_that_is_not_quantized_again_is_said():
     with pytest.warns(UserWarning, match="a/w: merged into a dense weight, since Rotated"):
         merged = hki.merge_lora(lora, requantize=True)
     np.testing.assert_array_equal(merged["a"]["w"], hki.merge_lora(lora)["a"]["w"])
+
+
+@dataclasses.dataclass
+class _Half(hki.ImplicitArray, core_ndim=2):
+    """A weight of the user's, in float16."""
+
+    half: jax.Array = hki.frozen_field()
+
+    def materialize(self):
+        return self.half.astype(jnp.float32)
+
+    def requantize(self, w):
+        return self._replace(half=w.astype(jnp.float16))
+
+
+def test_a_type_of_the_users_is_quantized_again_by_its_method():
+    base = hki.ScaledMatrix(_Half(jnp.ones((4, 3), jnp.float16)), jnp.arange(1.0, 5))
+    lora = hki.LoRA(base, normal((4, 2)), normal((2, 3), 1))
+    merged = hki.merge_lora({"w": lora}, requantize=True)["w"]
+    assert jax.tree.structure(merged) == jax.tree.structure(base)
+    assert merged.matrix.half.dtype == jnp.float16
+    np.testing.assert_allclose(hki.materialize(merged), hki.materialize(lora), rtol=1e-3, atol=1e-3)
