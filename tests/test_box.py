@@ -94,6 +94,7 @@ def test_vmap(axes, silent):
     close(jax.vmap(make, axes, out_axes=-1)(*args), jnp.moveaxis(want, 0, -1))
 
 
+@pytest.mark.slow
 def test_vmap_of_vmap_and_of_grad(silent):
     args = jax.tree.map(lambda x: jnp.stack([jnp.stack([x, -x])] * 3), ARGS)
     close(jax.vmap(jax.vmap(make))(*args), jax.vmap(jax.vmap(dense))(*args))

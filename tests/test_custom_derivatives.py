@@ -104,6 +104,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", [with_jvp, with_vjp])
 @pytest.mark.parametrize("call, transformed, order", few(CASES, *QUICK))
 def test_gradients_of_mapped_calls(rule, call, transformed, order, may_be_dense):

@@ -120,6 +120,7 @@ WAYS = {
 QUICK = [(name, "shard_map") for name in ("Zeros", "zero_params", "value_and_grad")]
 
 
+@pytest.mark.every(3)
 @pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
 @pytest.mark.parametrize(
     "program, way", few([(program, way) for program in PROGRAMS for way in WAYS], *QUICK)

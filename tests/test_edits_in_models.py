@@ -113,6 +113,7 @@ def gradients(t, params, state):
     return jax.jit(jax.grad(loss))([leaves[i] for i in floating])
 
 
+@pytest.mark.every(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", few(EDITS, *FAST))
 def test_a_creator_makes_the_tree_that_the_edit_makes(name):
@@ -156,6 +157,7 @@ def without_new(params):
     }
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", few(EDITS, "zeros", "rules", "lora", "a user's type"))
 def test_a_getter_computes_what_the_edit_of_the_tree_computes(name):
@@ -184,6 +186,7 @@ def test_a_getter_computes_what_the_edit_of_the_tree_computes(name):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_new_parameters_are_trained_as_in_the_tree():
     edit = part(hki.add_adapter, key=3, method="dora", rank=2)
 
@@ -421,6 +424,7 @@ def test_factors_of_a_getter_are_no_targets_of_a_creator():
     assert np.abs(params["w_lora_a"]).min() > 0
 
 
+@pytest.mark.slow
 def test_an_edit_that_takes_keys_from_haiku_itself_gets_those_of_the_model():
     """Each use has another key, and without a key of the model there is none."""
 

@@ -459,7 +459,7 @@ def scaled_gradient(w, x):
 scaled_gradient.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, ct: (kept[0], ct @ kept[0].T))
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("fun", UNDER_VMAP.values(), ids=UNDER_VMAP)
 def test_a_mapped_axis_that_is_split(fun, may_be_dense):
     """Also if only the weight is mapped, as in the gradient of a sum, whose cotangents are not."""

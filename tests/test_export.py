@@ -143,7 +143,7 @@ def models(w, x):
     )
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", few(FLOATS, *QUICK))
 def test_symbolic_lengths(name):
     w = CASES[name]()
@@ -174,6 +174,7 @@ def test_gradients_with_symbolic_lengths(name):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", few(["int8", "int4", "nf4", "int8 activations"], "int8"))
 def test_models_with_large_quantized_weights(dtype):
     """Outside of files they take a native kernel where there is one."""
@@ -192,6 +193,7 @@ def test_models_with_large_quantized_weights(dtype):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", few([None, 16], None))
 def test_quantized_training_with_symbolic_lengths(tile):
     """The gradients with respect to weights are sums over the symbolic axis."""

@@ -99,12 +99,14 @@ USES = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("use", USES)
 def test_the_frozen_model_computes_what_its_halves_do(use):
     (loss, own), (of_halves, half) = twins()
     assert_same(USES[use](loss, own), USES[use](of_halves, half))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_each_kind_of_parameters(kind):
     (loss, own), (of_halves, half) = twins(MAKERS[kind], trainable_dense=r".*/b")
@@ -146,7 +148,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_optax(name):
     """The steps are those of the same model in which LoRA is written by hand."""
@@ -348,6 +350,7 @@ def test_results_are_dense():
     assert isinstance(model.whole.apply(params, None, X)["rows"], hki.LoRA)
 
 
+@pytest.mark.slow
 def test_an_implicit_argument_stays_implicit():
     def f(x, cache):
         y = hk.Linear(8)(x)
@@ -373,6 +376,7 @@ def test_flat_maps_and_frozen_models_again():
     assert_same(again.apply(factors, X), model.apply(own, X))
 
 
+@pytest.mark.slow
 def test_with_statistics_of_activations():
     rules = [hki.quantization.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)]
     params = hki.quantized_training(DENSE.init(jax.random.key(0), X), rules)
@@ -396,6 +400,7 @@ def test_expressions_of_a_frozen_model():
     assert_same(hki.mox.eval_mox(mox, model.params(own), X), model.apply(own, X))
 
 
+@pytest.mark.slow
 def test_a_tuned_adapter_is_served_by_a_bank():
     base = hki.quantize_params(DENSE.init(jax.random.key(0), X), dtype="int8")
     model, own = hki.freeze(DENSE, hki.add_lora(base, 1, rank=2))
@@ -601,6 +606,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_on_eight_devices():
     assert run_on_devices(DEVICES, 8) == "done"
 
@@ -710,6 +716,7 @@ def test_the_key_of_init_does_not_matter():
         assert_same(model.init(key, X), trained)
 
 
+@pytest.mark.slow
 def test_a_step_of_placed_arrays_is_compiled_once():
     """As docs/recipes.md says: JAX takes references, and all results with them, for placed arrays.
 

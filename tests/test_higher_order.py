@@ -1000,6 +1000,7 @@ def test_collectives_in_shard_map(x, may_be_dense):
     close(use(f)(lora(), x), on_twins(f)(lora(), x))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "fun",
     [

@@ -175,6 +175,7 @@ EDITS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", EDITS)
 def test_prepared_parameters_need_no_axes(name):
     """The model once, then the same weights as with the axes in each call."""
@@ -216,6 +217,7 @@ def test_prepared_parameters_have_the_same_values():
     assert jax.tree.structure(again) == jax.tree.structure(prepared)
 
 
+@pytest.mark.slow
 def test_a_prepared_weight_that_nothing_changes_stays_dense():
     """It is frozen by default, trained in its own shape, and the plain one in bases and merged trees."""
     targets = dict(targets=".*/query_w")
@@ -235,6 +237,7 @@ def test_a_prepared_weight_that_nothing_changes_stays_dense():
     assert jax.tree.structure(hki.merge_lora(prepared)) == jax.tree.structure(PARAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainable_dense", few([False, ".*/output_w"], ".*/output_w"))
 def test_three_forms_of_a_loop_train_prepared_parameters_alike(trainable_dense):
     params = hki.add_lora(hki.prepare(T, PARAMS, X), 0, rank=2, targets=".*/query_w")
@@ -431,6 +434,7 @@ def test_what_was_trained_is_what_is_stored(equation, static):
     np.testing.assert_allclose(wrapped.apply(stored, x), trained, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("static", [False, True])
 def test_stacks_of_matrices_under_any_name(static):
     """A named stack of layers: each has scales of its own, as in training; without axes it is refused."""
@@ -465,6 +469,7 @@ def test_stacks_of_matrices_under_any_name(static):
         np.testing.assert_allclose(t.apply(stored, x), out, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_experts():
     """`[experts, in, out]` in a batched product."""
     t = hk.without_apply_rng(

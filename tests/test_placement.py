@@ -175,6 +175,7 @@ def test_groups_that_shards_would_cut_are_named_once():
     assert found["linear/w/scale"] == (None, None)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "options",
     [("int4", 32), ("uint3", 32), ("int8", (8, 64)), ("nf4", 64, -2, False, None, "double")],
@@ -264,6 +265,7 @@ def test_what_is_no_mesh(mesh):
         hki.shardings(quantized(), P(), mesh)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["all_gather", "ppermute", "psum"])
 def test_collectives_over_an_axis_of_vmap(name):
     options = dict(perm=[(0, 1), (1, 0)]) if name == "ppermute" else {}

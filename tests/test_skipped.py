@@ -112,7 +112,7 @@ def products(params, x):
     return sum((jnp.full((1, m.shape[0]), x) @ m).sum() for m in matrices)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", EACH)
 def test_a_weight_of_more_axes_is_a_stack_only_with_a_warning(name):
     each, change = EACH[name]

@@ -288,6 +288,7 @@ FREEZERS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "freezer, name",
     [("keys", "adamw"), ("subtrees", "adamw")] + [("declared", o) for o in OPTIMIZERS],

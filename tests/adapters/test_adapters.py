@@ -48,6 +48,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", few(CASES, *QUICK))
 def test_what_it_stands_for_and_operations(name, may_be_dense):
     w = CASES[name]((), normal((N, M)))
@@ -87,6 +88,7 @@ STACKED = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", few(CASES, "dora", "loha", "lokr", "oft"))
 def test_stacks(name, never_dense):
     w, x = CASES[name]((3,), normal((3, N, M))), normal((3, 5, N), 7)
@@ -111,6 +113,7 @@ METHODS = adapter_cases.METHODS | {  # for weights [6, 8] and [8, 4]
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("method", few(METHODS, "lora", "dora", "trained_rows"))
 def test_a_model_is_the_same_at_first_and_then_trained(method, never_dense):
     t = hk.without_apply_rng(hk.transform(mlp))

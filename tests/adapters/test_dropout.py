@@ -105,6 +105,7 @@ def test_a_model_in_training(never_dense):
     assert loss(trained, key) != loss(trained, jax.random.key(2))
 
 
+@pytest.mark.slow
 def test_views_embeddings_and_kernels(may_be_dense):
     """Attention's weights are dropped out as matrices; look-ups see none; kernels see it, too."""
     w = hki.MatrixView.of(normal((N, 2, 4)), [-3], [-2, -1], lambda w: lora(base=w))

@@ -143,6 +143,7 @@ def unet(x):
     return hk.Linear(3, name="out")(x)
 
 
+@pytest.mark.slow
 def test_a_model(never_dense):
     """Convolutions, a transposed one, and matrices."""
     model = hk.without_apply_rng(hk.transform(unet))

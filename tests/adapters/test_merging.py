@@ -28,7 +28,7 @@ def close(got, want, tolerance=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), got, want)
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(24)
 @pytest.mark.parametrize("use", ["matrix", "attention", "layers"])
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in LOST])
 def test_unmerging_gives_the_base_back(method, use):
@@ -217,6 +217,7 @@ def test_the_damage_of_requantizing_is_told(dtype):
     assert low < relative < high
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("options", "error"),
     [(dict(dtype="trellis4"), 0.075), (dict(dtype="int4", rotate=True), 0.1)],
@@ -266,6 +267,7 @@ def test_requantizing_without_a_change_keeps_the_codes(options):
     )  # (trellis3: 0.27 for one column)
 
 
+@pytest.mark.slow
 def test_a_type_that_is_not_quantized_again_is_said():
     w = hki.adapters.Rotated.quantize(normal((64, 32)), lambda w, _: w)
     lora = hki.add_lora({"a": {"w": w}}, 0, rank=2)

@@ -50,6 +50,7 @@ def base():
     return {"layer": {"w": normal((6, 4)), "b": jnp.ones(4)}, "stack": {"w": normal((2, 6, 4), 1)}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", few([Columns, "columns"], Columns))
 def test_an_own_type_goes_the_whole_way(method, tmp_path, never_dense):
     params = hki.add_adapter(base(), 0, method, spread=0.5, patterns={"stack/w": {"shift": 2.0}})

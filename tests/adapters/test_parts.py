@@ -159,6 +159,7 @@ def test_digests_do_not_depend_on_the_program():
 # --- a bank ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_example_has_its_own_and_nothing_is_compiled_again(base):
     traced = []
 
@@ -191,6 +192,7 @@ def test_each_example_has_its_own_and_nothing_is_compiled_again(base):
     assert traced == [1]
 
 
+@pytest.mark.slow
 def test_factors_that_are_gathered_once_for_many_steps(base):
     bank = hki.AdapterBank.of(base, capacity=3, rank=2).put(2, hki.get_adapter(tuned(base, 1)))
     slots = np.array([2, 0, 2, 1, 2])
@@ -208,6 +210,7 @@ def test_factors_that_are_gathered_once_for_many_steps(base):
         bank.factors(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", few([2, 128, 256, 300], 128))
 def test_slots_of_any_integer_dtype(capacity):
     """The capacity may be no number of the dtype of the slots."""

@@ -167,6 +167,7 @@ def test_convolution(name, never_dense):
     check(found, None, run, jnp.asarray(found["x"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factors, size", few([(2, 2), (2, 6), (1, 4)], (2, 2)))
 def test_butterfly(factors, size):
     found = golden()[f"butterfly {factors} {size}"]

@@ -26,7 +26,7 @@ def trained_of(params):
     return jax.tree.leaves(hki.partition(params, False)[0])
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("base", ["bfloat16", "int8"])
 @pytest.mark.parametrize("method", METHODS)
 def test_trained_arrays_have_32_bits(method, base):
@@ -103,6 +103,7 @@ def test_small_steps_are_not_rounded_away():
     assert gained > 0 and gained_narrow < gained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [hki.adapters.OFT, hki.adapters.BOFT])
 def test_rotations_of_doubles_are_doubles(x64, method):
     draw = np.random.default_rng(0).normal
@@ -113,6 +114,7 @@ def test_rotations_of_doubles_are_doubles(x64, method):
     np.testing.assert_allclose((dense**2).sum(0), (w**2).sum(0), rtol=1e-13)
 
 
+@pytest.mark.slow
 def test_dora_of_doubles_has_the_lengths_of_doubles(x64):
     w = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)))
     new = hki.adapters.DoRA.create(w, KEY, rank=2)

@@ -38,6 +38,7 @@ def step(params):
     return hki.combine(new, frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", few(METHODS, "vera"))
 def test_each_array_is_one_buffer_and_stays_it(method, tmp_path):
     params = adapted(method)

@@ -113,6 +113,7 @@ def test_sums_in_bfloat16_are_rounded_once():
     assert error(found) <= 1.5 * error(dense)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("pair", ["lora", "dense and lora"])
 def test_gradients(pair):
     x = normal((5, 32), 5)

@@ -623,6 +623,7 @@ def test_boxed(never_dense):
     assert_same(f(jnp.arange(3.0))[1], jnp.full((2,), 2))
 
 
+@pytest.mark.slow
 def test_float64(never_dense):
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         for dtype, value in (("float64", 1e300), ("int64", 2**62), ("uint64", 2**64 - 1)):

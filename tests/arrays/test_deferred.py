@@ -133,7 +133,7 @@ def all_ways(run, weight, w, x, gain):
     return run(weight(w), x, gain), jax.grad(loss, (0, 1, 2))(values, x, gain), mapped
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("recipe", few(RECIPES, "standardized"))

@@ -300,6 +300,7 @@ ROWS_AND_COLUMNS = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "held, gather",
     few(

@@ -457,6 +457,7 @@ READERS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize(
     "name", ["int8", "int5", "int4", "nf4", "fp8_e4m3", "uint4", "q2_k", "mxfp4"]
@@ -496,6 +497,7 @@ def test_product_of_two_quantized():
     same_as_dense(lambda w, x: (w @ w.T) @ x, quantized(), normal((N, K)))
 
 
+@pytest.mark.every(2)
 def test_dtypes_of_products(in_blocks):
     q = quantized(shape=(64, 32))
     x = normal((K, 64), dtype=jnp.bfloat16)

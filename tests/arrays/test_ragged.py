@@ -103,6 +103,7 @@ def test_each_row_meets_the_matrix_of_its_group(name):
     close(found, np.concatenate([*parts, np.zeros((ROWS - ends[-1], N))]))
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name", few(WEIGHTS, *FAST))
 def test_eager_and_compiled_values_and_gradients(name):
@@ -134,6 +135,7 @@ def test_differentiated_inside(name):
     same(gradient, x, w)
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name", few(WEIGHTS, "int4", "lora of int4"))
 def test_in_vmap_and_scan(name):
@@ -258,7 +260,7 @@ MODES = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["int8", "lora", "scaled rows"])
 def test_other_modes_are_left_to_the_dense_weight(name, mode, may_be_dense):

@@ -78,6 +78,7 @@ def test_the_preset_has_all_matrices_and_convolutions(modules, batch):
             assert kind == {2: "LoRA", 3: "LoCon"}[ndim], path
 
 
+@pytest.mark.slow
 def test_the_start_has_the_pretrained_models_bits(modules, batch):
     forward, params, state = made(modules, batch)
     model, trained = hki.freeze(forward, adapted(params), trainable_dense=PRESET.trained_whole)
@@ -97,6 +98,7 @@ def test_the_start_has_the_pretrained_models_bits(modules, batch):
     assert not np.array_equal(other[0][2]["embeddings_1bp"], want[0][2]["embeddings_1bp"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantized", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_step_is_the_dense_twins(modules, batch, quantized):
     """The official step with plain gradient descent, against one that merges within the loss."""
@@ -133,6 +135,7 @@ def test_the_forward_for_heads_gives_adapters_no_gradient(modules, batch):
         assert frozen != any(float(jnp.abs(x).max()) > 0 for x in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_a_preset_that_is_not_there():
     with pytest.raises(ValueError, match="name: expected one of .*alphagenome.*, got 'none'"):
         presets.read("none")

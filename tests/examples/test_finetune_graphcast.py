@@ -71,6 +71,7 @@ def test_the_preset_has_all_matrices_but_those_of_four_features(demo):
     assert dense and all("/encoder_edges_" in path for path in dense)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantized", few([None, "int8"], "int8"))
 def test_gradients_are_the_dense_twins(demo, quantized):
     """Two autoregressive steps with gradient checkpointing; no array of 64 kB becomes dense."""

@@ -117,5 +117,6 @@ assert not hasattr(jax, "tree_map")
 """
 
 
+@pytest.mark.slow
 def test_imports_folds_and_the_older_name():
     subprocess.run([sys.executable, "-c", PARTS], cwd=ROOT / "examples", check=True)

@@ -72,6 +72,7 @@ def test_outputs_are_those_of_attention(kind, tolerance, in_mesh, inputs, never_
     assert kind == "dense" or error > 1e-4  # it is rounded
 
 
+@pytest.mark.slow
 def test_the_model_is_plain_haiku(inputs):
     params, x, mask = inputs
     plain = hk.transform_with_state(

@@ -422,6 +422,7 @@ def test_a_failure_ends_all_requests(counting, monkeypatch):
         counting.submit(request([1], "base")[0])
 
 
+@pytest.mark.slow
 def test_the_nucleus_is_the_fewest_tokens_of_that_probability():
     p = np.array([0.05, 0.4, 0.1, 0.3, 0.15], np.float32)
     for top_p, want in [(0.3, [1]), (0.5, [1, 3]), (0.8, [1, 3, 4]), (0.999, [0, 1, 2, 3, 4])]:

@@ -386,6 +386,7 @@ def test_what_a_configuration_may_not_say(path, value, message, tmp_path):
         hki.load_hugging_face(tmp_path, NAMES)
 
 
+@pytest.mark.slow
 def test_two_groups_for_classes_of_layers(tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(DATA / "linear" / name, tmp_path)

@@ -288,6 +288,7 @@ def written_by_peft(folder, name):
     return write(folder, json.loads(str(own["config"])), tensors)
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:.*PEFT adapts the look-up alone")
 @pytest.mark.parametrize(
     "name", few(CONFIGURATIONS, "ranks and alphas", "olora", "pissa, dora", "pissa, no higher rank")

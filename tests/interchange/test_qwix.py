@@ -53,6 +53,7 @@ def same(a, b):
     np.testing.assert_array_equal(np.broadcast_to(a, b.shape), b)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("case", CASES)
 def test_arrays_of_qwix_and_back(case):
     array = golden(case)

@@ -176,6 +176,7 @@ def lowered(f, *args):
 TARGET = "__gpu$xla.gpu.triton"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("axis", few([-2, -1], -1))
 @pytest.mark.parametrize("capability", [8.0, 9.0])
 def test_lowered_for_gpus(axis, capability, monkeypatch):

@@ -139,6 +139,7 @@ def test_all_codes_of_8_bit_floats(name, scale):
         assert not np.isfinite(got[:, ~finite]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", few([jnp.bfloat16, jnp.float16], jnp.bfloat16))
 def test_half_precision_weights(dtype):
     """The values are rounded to the weight's dtype, as those of the dense weight are."""
@@ -158,7 +159,7 @@ def dense_twin(f):
     return lambda w, *args: f(hki.materialize(w), *args)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize("name", ["uint4", "int8", "nf4"])

@@ -104,6 +104,7 @@ def remembers(x):
     return row @ keys.T
 
 
+@pytest.mark.slow
 def test_quantized_caches():
     t = hk.transform_with_state(remembers)
     x = X[:1]

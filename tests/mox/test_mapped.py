@@ -142,6 +142,7 @@ CASES = [(model, function) for model in MODELS for function in FUNCTIONS]
 QUICK = [(two_axes, with_parameters)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "function"), few(CASES, *QUICK), ids=lambda x: getattr(x, "__name__", str(x))
 )
@@ -157,6 +158,7 @@ def test_a_function_around_a_module(model, function):
     equal_under_transformations(functools.partial(eval_mox, changed), new.apply, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", few(MODELS, two_axes), ids=lambda f: f.__name__)
 def test_functions_before_and_after_a_module(model):
     def before(layer):
@@ -181,6 +183,7 @@ def test_functions_before_and_after_a_module(model):
         equal_under_transformations(functools.partial(eval_mox, got), want.apply, params)
 
 
+@pytest.mark.slow
 def test_what_the_rest_of_the_model_reads_of_it_stays():
     """The random keys that the module draws, and the state that it writes."""
     old, new = (

@@ -304,6 +304,7 @@ def noisy_stacks(x):
     return hk.layer_stack(3, name="outer")(inner)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.every(2)
 @pytest.mark.parametrize("layer", [(0, 0), (2, 1)])
 def test_extract_a_layer_of_a_stack(layer):

@@ -184,6 +184,7 @@ MODELS = [
 QUICK = plain, stacked_with_inputs, switched, looped, mapped, scanned
 
 
+@pytest.mark.slow
 @pytest.mark.every(2)
 @pytest.mark.parametrize("model", few(MODELS, *QUICK), ids=lambda m: m.__name__)
 def test_another_function_for_an_equation_in_every_place(model):
@@ -289,6 +290,7 @@ def test_new_parameters_are_created_by_haiku(model):
     close(jax.jit(to_transformed(changed).apply)(params, None, X), want)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "model",
     few(
@@ -316,6 +318,7 @@ def test_layers_of_a_stack_have_parameters_of_their_own(model):
     close(got, want)
 
 
+@pytest.mark.slow
 def test_stacks_and_steps_in_one_another():
     mox = make_mox(hk.transform(functools.partial(stacked_twice, jax.nn.relu)))(X)
     params = mox.sub(relus(mox), scaled(jnp.tanh)).init(jax.random.key(3), X)
@@ -850,6 +853,7 @@ def test_state_and_parameters_that_only_properties_of_a_replaced_module_read_are
     assert changed.apply(params, state, None, X)[1] == {}
 
 
+@pytest.mark.slow
 def test_state_stays_as_long_as_a_call_of_its_module_does():
     """A property that is read elsewhere, and a module below the replaced one that others call."""
     t = hk.transform_with_state(mean_read_again)

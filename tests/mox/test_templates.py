@@ -79,6 +79,7 @@ def check(eqns):
     assert not passed
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("dtype", TABLES, ids=lambda x: x.__name__)
 def test_an_equation_has_the_parameters_of_its_primitive(dtype):
     check(equations_of(TABLES[dtype], dtype))

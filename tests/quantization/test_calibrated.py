@@ -88,6 +88,7 @@ def test_moments_of_columns():
         close(hki.input_maxima(t.apply, params, [x])["~/w"], 3 * np.abs(x).max(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", few(["gptq", "awq", "smoothquant"], "gptq"))
 def test_a_model_with_strict_promotion(method):
     """Dtypes are mixed by the library's rules, where a model may not."""
@@ -222,6 +223,7 @@ def test_inputs_that_are_never_seen():
         assert np.abs(hki.materialize(q) - w).max() < 1
 
 
+@pytest.mark.slow
 def test_rules_in_place_of_options():
     w, x = normal((8, 4)), normal((16, 8))
     params = {"a": {"w": w}, "head": {"w": w}, "b": {"w": w}}
@@ -263,6 +265,7 @@ def carried_by_definition(dense, quantized, w):
     return jnp.asarray(moments), w + carried.STRENGTH * made_up
 
 
+@pytest.mark.slow
 def test_a_later_weight_makes_up_for_the_errors_of_an_earlier_one():
     """By the definition: moments of the quantized model, and `X̃ (w + δ)` near `X w`."""
     t = hk.without_apply_rng(hk.transform(two_layers))
@@ -286,6 +289,7 @@ def block(x, name=""):
     return x + hk.remat(hk.Linear(8, name=name + "a"))(h)
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_quantized_as_separate_ones():
     """Two stacks of two layers, and then a matrix."""
 
@@ -357,6 +361,7 @@ def test_parts_with_other_numbers_of_operands_are_compiled_apart():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_a_shared_weight_and_a_loop():
     """A weight that is used before and after another one, in a branch of a loop."""
 

@@ -154,6 +154,7 @@ def test_outputs_have_less_error(name, never_dense):
     assert awq < 0.98 * rounded and both < 0.98 * awq
 
 
+@pytest.mark.slow
 def test_awq_of_half_precision(never_dense):
     """The dtype stays, and quantizing starts from values that were not rounded again."""
     w, x = jnp.asarray(normal((K, M)), jnp.bfloat16), with_outliers(256)
@@ -167,6 +168,7 @@ def test_awq_of_half_precision(never_dense):
     assert relative(np.asarray(got, np.float32), x @ hki.materialize(same)) < 0.01  # 8 bits
 
 
+@pytest.mark.slow
 def test_awq_of_inputs_that_are_never_seen():
     w, x = normal((K, M)), with_outliers(32)
     x[:, 3] = 0

@@ -177,6 +177,7 @@ def error_of(want, got):
     return np.abs(want - got).max() / np.abs(want).max()
 
 
+@pytest.mark.every(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", few(MODELS, *QUICK))
@@ -198,6 +199,7 @@ def test_outputs_are_those_of_training(name, rule):
     assert all("ConvertedMatrix" in kind for path, kind in kinds.items() if "/w" in path), kinds
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", few(MODELS, *QUICK))
 def test_without_the_model_it_says_what_differs(name):
     model, x, plain = MODELS[name]
@@ -316,6 +318,7 @@ CHANGED = {name: (of_change(change), ROWS) for name, change in CHANGES.items()} 
 QUICKLY_CHANGED = ("number added", "tanh", "experts")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", few(["int4", "tiles", "tensor", "static"], "int4", "static"))
 @pytest.mark.parametrize("name", few(CHANGED, *QUICKLY_CHANGED))
 def test_a_weight_that_is_changed_has_the_outputs_of_training_or_it_is_said(
@@ -358,7 +361,7 @@ ONE_CHANNEL = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", ONE_CHANNEL)
 def test_axes_of_length_one(name):
     want, got, said, _ = trained_of(*ONE_CHANNEL[name], RULES["int4"], apply=True)
@@ -401,6 +404,7 @@ def test_static_scales():
     assert error_of(want, t.apply(stored, ROWS)) < 3e-6
 
 
+@pytest.mark.slow
 def test_files_keep_what_it_is(tmp_path):
     model, x, _ = MODELS["x @ w.T"]
     want, _, _, stored = trained_of(model, x, RULES["int4"], apply=True)

@@ -33,6 +33,7 @@ def params():
     return MODEL.init(jax.random.key(0), normal((1, 4, 4, 2)))
 
 
+@pytest.mark.slow
 def test_weights_are_standardized_once(params):
     x = normal((5, 6, 6, 2))
     folded, new = hki.fold_parameters(MODEL.apply, params, x[:1])

@@ -199,6 +199,7 @@ EVERY = [*formats.FORMATS, *formats.RECIPES]
 GGML = [name for name in formats.RECIPES if name.startswith(("q", "iq"))]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", few(EVERY, "int8", "uint4", "nvfp4"))
 def test_a_search_for_the_least_error_is_no_worse(name):
     w = normal((256, 16)) ** 3  # long tails, as weights have them
@@ -443,6 +444,7 @@ LEAST_ERRORS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "name, group, scale_dtype",
     few(LEAST_ERRORS, ("uint4", 32, "double"), ("nf4", 32, "float16"), ("int5", 32, "float16")),

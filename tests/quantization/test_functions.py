@@ -447,6 +447,7 @@ def test_zeros_do_not_coarsen_the_gradients_of_others(axis):
         np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())  # some 8-bit terms
 
 
+@pytest.mark.slow
 def test_sums_that_int32_does_not_hold():
     k = 2**17 + 2**13
     x, rule = -jnp.ones((1, k)), QtRule(weight_qtype="int8", act_qtype="int8")
@@ -680,6 +681,7 @@ def test_convolutions_are_their_definition(name, bwd):
         close(a, b, rtol=1e-5, atol=2e-5 * np.abs(b).max(), err_msg=label)
 
 
+@pytest.mark.slow
 @pytest.mark.every(3)
 @pytest.mark.parametrize("features, tile, groups", [(6, 2, 1), (256, 128, 1), (6, 1, 3)])
 def test_tiles_of_convolutions_are_input_features(features, tile, groups):

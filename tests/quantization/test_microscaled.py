@@ -162,6 +162,7 @@ def test_blocks_are_the_operands(name, qtype, monkeypatch):
         close(a, np.asarray(b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", few(["mxfp8", "nvfp4"], "nvfp4"))
 @pytest.mark.parametrize("mapped", few(["neither", "lhs", "rhs", "both"], "lhs"))
 def test_programs_for_cuda_have_the_call(mapped, qtype):
@@ -197,6 +198,7 @@ def test_mapped_calls_are_one_call(size, axes, monkeypatch):
 # --- integers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_activations_that_are_not_negative_in_uint8():
     x, w, g = np.abs(normal((5, 12), 0)), normal((12, 7), 1), normal((5, 7), 2)
     of_x = x.max(1, keepdims=True) * np.float32(1 / 255.5)
@@ -226,6 +228,7 @@ def test_sums_of_uint8_do_not_overflow():
     np.testing.assert_allclose(product(rule)(x, w), [[40000]], rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_seven_bits():
     x, w = normal((4, 64), 0), jnp.asarray(normal((64, 24), 1))
     q = hki.QuantizedMatrix.quantize(w, "int7", 16)

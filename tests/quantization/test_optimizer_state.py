@@ -77,6 +77,7 @@ def test_a_quarter_of_the_bytes_and_nothing_else_changes(make):
     assert error < (0.2 if make is optax.lion else 0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, most", few([("int8", 0.02), ("fp8_e4m3", 0.08), ("int4", 0.2)], ("int8", 0.02))
 )
@@ -98,6 +99,7 @@ def test_moving_averages_stay_where_they_belong(dtype, most, may_be_dense):
     assert np.sqrt(np.mean(difference**2)) < most
 
 
+@pytest.mark.slow
 def test_it_trains_as_without():
     model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([64, 64, 1])(x)))
     x = normal((256, 64))
@@ -140,7 +142,7 @@ NAMES = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_moments_of_any_name(name):
     params = Attention(*(normal((64, 64), seed) for seed in range(3)))

@@ -48,6 +48,7 @@ def test_values_are_the_nearest_ones(name, axis):
     np.testing.assert_allclose(q.materialize(), want, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("activation", [None, "int8", "int8,groups"])
 @pytest.mark.parametrize("name", ["own3", "own4", "wide4"])
 def test_products_are_those_of_the_dense_weight(name, activation):

@@ -31,6 +31,7 @@ def weight(*shape):
     return jnp.asarray(w)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_bits_are_those_of_the_whole(dtype, monkeypatch):
     monkeypatch.setattr(pieces, "_PIECE", 256)  # so there are several, the last one with room
@@ -103,6 +104,7 @@ def test_results_are_where_the_weight_is():
             assert x.devices() == w.devices() and x.committed == w.committed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", few([dict(group_size=16), dict(), dict(dtype="uint4")], dict(dtype="uint4"))
 )

@@ -41,6 +41,7 @@ def error_of(params, path, option):
     return (change / sum(float(jnp.square(a).sum()) for a, _ in pairs)) ** 0.5
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_one_weight_at_a_time_from_one_program(params):
     traced = []
 
@@ -130,6 +131,7 @@ def test_errors(params):
         found.quantize(params, {WEIGHTS[0]: "int2"})
 
 
+@pytest.mark.slow
 def test_trellis_codes_among_the_options(params):
     """They have no search for scales, which is the default for other formats with a method."""
     options = {"trellis2": dict(dtype="trellis2"), "int4": OPTIONS["int4"]}
@@ -142,6 +144,7 @@ def test_trellis_codes_among_the_options(params):
     jax.tree.map(np.testing.assert_array_equal, small, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", few(["gptq", "awq", "awq+gptq"], "awq+gptq"))
 def test_weights_rounded_by_their_inputs(params, method):
     """What is measured is what `quantize` makes: by the method, and to the nearest without inputs."""
@@ -181,6 +184,7 @@ def test_weights_rounded_by_their_inputs(params, method):
     assert hki.summary(small).total.nbytes <= budget
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_exact_has_no_error_in_bfloat16():
     """Programs that differ round at other places, and their difference is no error of a weight."""
 

@@ -130,6 +130,7 @@ def test_a_decay_forgets():
     close(count, 1.75)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "form",
     few(
@@ -210,6 +211,7 @@ def test_axes_that_are_not_averaged_keep_scales(axes, shape):
             apply(params, state, x[:, :2])
 
 
+@pytest.mark.slow
 def test_limits_with_a_zero_point():
     x = normal((6, 4), 0) + 2
     rule = QtRule(weight_qtype="int8", act_qtype="int8", act_calibration_method="minmax",
@@ -374,6 +376,7 @@ def test_a_model_trains_in_a_scan(rounding):
     assert served < 1.2 * losses[-1] + 0.01
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("form", ["layers", "stack"])
 def test_statistics_cost_no_products(form):
     """What the backward pass with zeros computes besides is of no use, and XLA drops it."""
@@ -475,6 +478,7 @@ def test_stored_weights_of_any_format_are_calibrated(dtype, form):
     close(t.apply(fixed, 2 * x), y, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_convolutions_and_stored_kernels():
     x = normal((2, 5, 5, 3), 0)
     t, params, apply = made(lambda x: hk.Conv2D(4, 3)(x), x)
@@ -495,6 +499,7 @@ def test_convolutions_and_stored_kernels():
     )
 
 
+@pytest.mark.slow
 def test_ragged_products():
     x, w, sizes = normal((5, 4), 0), normal((2, 4, 3), 1), jnp.array([2, 3])
     t = implicit(

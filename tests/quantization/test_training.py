@@ -83,6 +83,7 @@ def values(tree):
 TILED = QtRule(weight_qtype="int4", tile_size=4, bwd_qtype="int8", bwd_weight_grad_tile_size=2)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "rule, how",
     [
@@ -197,6 +198,7 @@ def stacked_layers(x):
     return hk.experimental.layer_stack(3)(lambda x: jax.nn.tanh(hk.Linear(5)(x)))(x)
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_quantized_one_by_one():
     model, x = transformed(stacked_layers), normal((4, 5), 1)
     params = model.init(jax.random.key(0), x)
@@ -600,6 +602,7 @@ def test_aware_models_are_what_they_are_converted_to(rule):
     close(model.apply(stored, None, x), model.apply(aware, None, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_aware_stacks_and_kernels():
     conv = transformed(lambda x: hk.Conv2D(4, 3)(x))
     stack = transformed(stacked_layers)
@@ -624,6 +627,7 @@ def test_the_first_rule_that_quantizes_weights_decides_how_they_are_stored():
     np.testing.assert_array_equal(*(hki.materialize(p)["linear"]["w"] for p in (aware, stored)))
 
 
+@pytest.mark.slow
 def test_aware_training_ends_nearer_than_rounding_afterwards():
     model, x = transformed(lambda x: hk.nets.MLP([32, 1])(x)), normal((128, 4), 1)
     y = jnp.sin(x[:, :1] * 2)

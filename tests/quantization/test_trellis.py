@@ -71,6 +71,7 @@ def test_error_of_normal_numbers(bits):
     assert error < {2: 0.276, 3: 0.142, 4: 0.074}[bits]
 
 
+@pytest.mark.every(3)
 @with_compiler
 @pytest.mark.parametrize(("bits", "width"), [(2, 32), (3, 384), (4, 32)])
 def test_both_encoders_find_the_same_codes(bits, width):
@@ -105,6 +106,7 @@ def test_products(axis, equation):
     same_without_dense(functools.partial(jnp.einsum, equation), *pair, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_products_in_blocks():
     """A large matrix is decoded block after block, also for the gradient."""
     w, x = made(4, (1024, 288)), normal((2, 1024), 1)
@@ -281,6 +283,7 @@ def test_rotated_products():
 # --- the user's way in ---------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["trellis3", "int4"])
 def test_inputs_lessen_the_error_of_products(dtype):
     """LDLQ, and GPTQ after a rotation, beside the nearest codes."""
@@ -309,6 +312,7 @@ def test_saved_and_adapted(tmp_path):
     same_without_dense(lambda x, w: x @ w, normal((3, 96), 1), adapted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_structs_and_stacks():
     struct = jax.ShapeDtypeStruct((2, 96, 64), jnp.bfloat16)
     quantize = functools.partial(hki.quantize_params, dtype="trellis3", matrix_axes={})

@@ -82,6 +82,7 @@ def test_dora_of_a_constant():
     )
 
 
+@pytest.mark.slow
 def test_matrices_side_by_side_with_groups_of_different_sizes(may_be_dense):
     """Their scales have no common shape."""
     values = np.random.default_rng(0)
