@@ -97,12 +97,12 @@ def test_half_weights_under_strict_promotion(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])
-def test_combining_promotes_no_rank(method):
+def test_combining_promotes_nothing(method):
     params = {"linear": {"w": jnp.ones((2, 8, 4))}}
     parts = [hki.get_adapter(hki.add_lora(params, i, rank=2)) for i in range(2)]
     options = {} if method == "linear" else dict(density=0.5, rank=2)
     options |= dict(key=KEY) if method == "dare_ties" else {}
-    with setting("jax_numpy_rank_promotion"):
+    with setting("jax_numpy_rank_promotion"), jax.numpy_dtype_promotion("strict"):
         hki.combine_adapters(parts, [1.0, 0.5], method, **options)
 
 

@@ -76,15 +76,15 @@ def combine_adapters(
     for path in sorted({path for adapter in adapters for path in adapter.weights}):
         own = [(a.weights[path], by) for a, by in pairs if path in a.weights]
         parts = [(lora_of(path, value, "only LoRA can be combined"), by) for value, by in own]
-        if merge is None:
-            new = _joined(parts)
-            new = new if rank is None else _nearest(new.delta(), rank)
-        else:
-            largest = max(lora.rank for lora, _ in parts)
-            deltas, by = [lora.delta() for lora, _ in parts], [weight for _, weight in parts]
-            new = _nearest(
-                merge(path, deltas, jnp.asarray(by, jnp.result_type(*deltas))), rank or largest
-            )
+        with jax.numpy_dtype_promotion("standard"):  # whatever the program chose
+            if merge is None:
+                new = _joined(parts)
+                new = new if rank is None else _nearest(new.delta(), rank)
+            else:
+                largest = max(lora.rank for lora, _ in parts)
+                deltas = [lora.delta() for lora, _ in parts]
+                by = jnp.asarray([weight for _, weight in parts], jnp.result_type(*deltas))
+                new = _nearest(merge(path, deltas, by), rank or largest)
         if any(isinstance(lora, RestLoRA) for lora, _ in parts):
             new = RestLoRA.of_factors(new.a, new.b, new.factor)
         found[path] = with_matrix(own[0][0], new)
