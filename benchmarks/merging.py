@@ -4,7 +4,8 @@
     python -m benchmarks.merging          # some ten minutes
 
 Run it from the root of the repository. Projections are quantized, the LoRA is put on, and then merged
-into codes of the same format, which know no inputs. `docs/adapters.md` has the results.
+into codes of the same format, which know no inputs. The last perplexity is that of the original weights
+with the LoRA merged, quantized once. `docs/adapters.md` has the results.
 """
 
 import math
@@ -25,6 +26,7 @@ ADAPTER = flags.DEFINE_string(
 INPUTS = flags.DEFINE_bool("merged_inputs", False, "Whether to quantize with inputs (GPTQ, LDLQ).")
 FORMATS = flags.DEFINE_list("merged_formats", None, "Only these formats; by default all.")
 
+TARGETS = r".*_proj/w"
 GROUPS = dict(group_size=64, scale_dtype="bfloat16", calibration="mse")
 OPTIONS: dict[str, dict[str, Any]] = {
     "int4/64": dict(dtype="int4", **GROUPS),
@@ -52,16 +54,18 @@ def main(argv: Sequence[str]) -> None:
         merged, merging = timed(lambda tuned=tuned: hki.merge_lora(tuned, requantize=True))
         exact, merged = hki.merge_lora(tuned), hki.materialize(merged)
         error = relative_error(merged, exact)
-        scores = [perplexity(model, params) for params in (exact, merged)]
+        again = hki.quantize_params(dense, targets=TARGETS, **OPTIONS[name])
+        found = exact, merged, hki.materialize(again)
+        scores = [perplexity(model, params) for params in found]
         rows.append([name, f"{error:.3f}", *scores, quantizing, merging])
         print(*rows[-1], flush=True)
-    header = ["weights", "error", "perplexity", "merged", "s quantizing", "s merging"]
+    header = ["weights", "error", "perplexity", "merged", "from dense", "s quantizing", "s merging"]
     print(tables.table(header, rows))
 
 
 def with_lora(params: Any, adapter: list[jax.Array]) -> Any:
     """Returns parameters with the LoRA of the example, whose trained arrays are given."""
-    lora = hki.add_lora(params, 0, rank=8, alpha=16, targets=r".*_proj/w")
+    lora = hki.add_lora(params, 0, rank=8, alpha=16, targets=TARGETS)
     trained, frozen = hki.partition(lora, trainable_dense=False)
     return hki.combine(jax.tree.unflatten(jax.tree.structure(trained), adapter), frozen)
 
