@@ -337,9 +337,9 @@ constexpr int64_t kFewOfGroups = kLanes == 16 ? 4 : 2;  // if `decode_groups` se
 // False if that does not serve.
 bool by_digits(const Weights& w, const Activations& x, float* y, Team team) {
 #if defined(HKI_AVX512) || defined(HKI_AVX2)
+  if (x.rows != 1 || !w.nibbles() || w.rounding != kNone) return false;
   Integers integers(w);
-  const bool fit = x.rows == 1 && w.nibbles() && w.rounding == kNone && integers.starts_are_vectors();
-  if (!fit || !integers.set(w.table) || !x.moderate()) return false;
+  if (!integers.starts_are_vectors() || !integers.set(w.table) || !x.moderate()) return false;
   Rounded<3> rounded(integers, 1);
   rounded.place(scratch<1>(rounded.size()));
   round_row(integers, x.data, 0, true, rounded);
