@@ -218,7 +218,7 @@ def test_the_damage_of_requantizing_is_told(dtype):
     assert low < relative < high
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error"),
     [(dict(dtype="trellis4"), 0.075), (dict(dtype="int4", rotate=True), 0.1)],

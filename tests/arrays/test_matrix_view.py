@@ -300,7 +300,7 @@ ROWS_AND_COLUMNS = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "held, gather",
     few(

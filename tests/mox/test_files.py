@@ -1066,7 +1066,7 @@ def test_a_configuration_of_dtypes_that_files_do_not_know_is_shown(given, tmp_pa
     np.testing.assert_array_equal(found, [0, 2, 4])
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [5, None, [1]])
 def test_why_init_is_missing_is_a_text(missing, tmp_path):
     path = tmp_path / "mox"

@@ -361,7 +361,7 @@ ONE_CHANNEL = {
 }
 
 
-@pytest.mark.every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_CHANNEL)
 def test_axes_of_length_one(name):
     want, got, said, _ = trained_of(*ONE_CHANNEL[name], RULES["int4"], apply=True)

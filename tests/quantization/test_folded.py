@@ -49,6 +49,7 @@ def test_weights_are_standardized_once(params):
     assert "sqrt" not in str(jax.make_jaxpr(folded)(new, x))
 
 
+@pytest.mark.slow
 def test_folded_weights_are_quantized_as_they_are_used(params):
     x = normal((5, 6, 6, 2))
     folded, new = hki.fold_parameters(MODEL.apply, params, x)

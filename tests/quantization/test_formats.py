@@ -444,7 +444,7 @@ LEAST_ERRORS = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, group, scale_dtype",
     few(LEAST_ERRORS, ("uint4", 32, "double"), ("nf4", 32, "float16"), ("int5", 32, "float16")),

@@ -65,6 +65,7 @@ def test_products_are_those_of_the_dense_weight(name, activation):
     np.testing.assert_allclose(transposed, x @ exact.materialize().T, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_way_of_a_weight(tmp_path):
     """Made by a rule, trained below LoRA, saved, loaded by another program that knows the format."""
     params = {"linear": {"w": normal(32, 8)}}

@@ -130,7 +130,7 @@ def test_a_decay_forgets():
     close(count, 1.75)
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     few(
