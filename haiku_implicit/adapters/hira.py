@@ -45,4 +45,4 @@ class HiRA(Adapter):
         def scaled(w: Array, a: Array, b: Array) -> jax.Array:
             return (dense(w) * (1 + a @ b)).astype(self.dtype)  # 1 + small needs its own dtype
 
-        return jax.checkpoint(scaled)(self.w, self.a, self.b)
+        return jax.checkpoint(scaled)(self.w, self.widened(self.a), self.widened(self.b))

@@ -100,9 +100,10 @@ class LoCon(Adapter):
     @property
     def scaled_b(self) -> jax.Array:
         """The factor `b` times the scale `alpha / rank`."""
+        b = self.widened(self.b)
         if self.alpha is None:
-            return self.b
-        return self.b * (self.alpha / self.b.shape[-2])[..., None, None].astype(self.b.dtype)
+            return b
+        return b * (self.alpha / b.shape[-2])[..., None, None].astype(b.dtype)
 
     def delta(self) -> jax.Array:
         """The dense correction."""
@@ -110,7 +111,7 @@ class LoCon(Adapter):
         lead = range(np.ndim(self.b) - 2)
         of_a, rank, out = list(range(np.ndim(self.a))), place, np.ndim(self.a)
         of_delta = [out if i == place else i for i in of_a]
-        delta = jnp.einsum(self.a, of_a, self.scaled_b, [*lead, rank, out], of_delta)
+        delta = jnp.einsum(self.widened(self.a), of_a, self.scaled_b, [*lead, rank, out], of_delta)
         return delta.astype(self.dtype)
 
     def completed(self) -> Self:

@@ -121,8 +121,8 @@ class VBLoRA(Adapter):
                 "haiku_implicit.with_vector_bank(params), within the function that is differentiated"
                 f" {see('ordinary-arrays-inside')}"
             )
-        a = _mixed(self.of_a, self.bank, self.top_k)  # [..., n / length, r, length]
-        b = _mixed(self.of_b, self.bank, self.top_k)  # [..., r, m / length, length]
+        a = _mixed(self.widened(self.of_a), self.bank, self.top_k)  # [..., n / length, r, length]
+        b = _mixed(self.widened(self.of_b), self.bank, self.top_k)  # [..., r, m / length, length]
         n, m = self.shape[-2:]
         a = jnp.swapaxes(a, -1, -2).reshape(*self.lead, n, -1).astype(self.dtype)
         return LoRA(self.w, a, b.reshape(*self.lead, -1, m).astype(self.dtype))

@@ -118,6 +118,10 @@ class Adapter(Wrapper, core_ndim=2):
             raise NotImplementedError(f"{type(self).__name__} has no equivalent()")
         return dense(equal)
 
+    def widened(self, x: jax.Array) -> jax.Array:
+        """A trained array in the weight's dtype if that is wider, so that a product does not round it."""
+        return x if self.w is None else x.astype(jnp.promote_types(x.dtype, self.dtype))
+
     def completed(self) -> Self:
         """The weight with an array for each number that is None for its default.
 

@@ -183,7 +183,7 @@ class LoRA(Adapter, linear_in=("w", "a")):
 
     def delta(self) -> jax.Array:
         """The dense correction `scale * a @ b`."""
-        return _scaled_a(self) @ self.b
+        return _scaled_a(self) @ self.widened(self.b)
 
     def materialize(self) -> jax.Array:
         return self.w + self.delta().astype(self.w.dtype)
@@ -273,8 +273,8 @@ def _times_scale(x: jax.Array, w: LoRA, places: Sequence[int]) -> jax.Array:
 
 
 def _scaled_a(w: LoRA) -> jax.Array:
-    """The factor `a` times the scale."""
-    return _times_scale(w.a, w, range(w.a.ndim - 2))
+    """The factor `a` times the scale, in the weight's dtype if that is wider."""
+    return _times_scale(w.widened(w.a), w, range(w.a.ndim - 2))
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def conv_with_kernel(primitive: Primitive, x: jax.Array, w: LoRA, **params: EqnP
 
     A kernel is small compared with the images, and one convolution costs half of two.
     """
-    out = convolve(x, w.w, params, _scaled_a(w), w.b)
+    out = convolve(x, w.w, params, _scaled_a(w), w.widened(w.b))
     return _with_sum(primitive, [x, w], params) if out is NotImplemented else out
 
 
@@ -446,7 +446,7 @@ def gather_rows(primitive: Primitive, w: LoRA, ids: jax.Array, **params: EqnPara
         # Only `high` is filled out of bounds. A factor filled with NaN would put NaN into the other
         # factor's gradient.
         own["fill_value"] = 0
-    t = primitive.bind(taken, ids, **own)
+    t = w.widened(primitive.bind(taken, ids, **own))
 
     # The positions of the operand's axes in `t`: sliced axes at the offsets, batch axes elsewhere.
     offsets = [int(i) for i in d.offset_dims]
@@ -456,7 +456,7 @@ def gather_rows(primitive: Primitive, w: LoRA, ids: jax.Array, **params: EqnPara
         place[int(i)] = index_axes[j]
     lead = [place[i] for i in range(n)]
     numbers = (((place[axis],), (rank_axis,)), (lead, list(range(n))))
-    low = jax.lax.dot_general(_times_scale(t, w, lead), other, numbers)
+    low = jax.lax.dot_general(_times_scale(t, w, lead), w.widened(other), numbers)
     now = [*lead, *(i for i in range(t.ndim) if i not in (*lead, place[axis])), place[axis]]
     return high + jax.lax.transpose(low, np.argsort(now).tolist()).astype(high.dtype)
 
@@ -508,7 +508,7 @@ def _summed_delta(w: LoRA, axes: Sequence[int], precision: Precision) -> jax.Arr
     *lead, n, m = range(w.ndim)
     rank = w.ndim
     out = [i for i in range(w.ndim) if i not in axes]
-    factors = _scaled_a(w), [*lead, n, rank], w.b, [*lead, rank, m]
+    factors = _scaled_a(w), [*lead, n, rank], w.widened(w.b), [*lead, rank, m]
     return jnp.einsum(*factors, out, precision=precision)
 
 

@@ -54,6 +54,34 @@ def test_another_dtype_on_request():
         hki.add_lora(PARAMS, KEY, rank=2, dtype="int8")
 
 
+@pytest.mark.every(6)
+@pytest.mark.parametrize("method", adapter_cases.METHODS)
+def test_narrow_trained_arrays_are_not_rounded_again(method):
+    """A float32 weight with bfloat16 arrays stands for what these stand for in float32."""
+    shape = (3, 16, 12) if method == "locon" else (16, 12)
+    params = {"linear": {"w": jax.random.normal(KEY, shape)}}
+    tuned = hki.add_adapter(params, KEY, method, dtype="bfloat16", **adapter_cases.METHODS[method])
+    trained, frozen = hki.partition(tuned, False)
+    trained = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(KEY, x.shape).astype(x.dtype), trained
+    )
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), trained)
+
+    @hki.use_implicit_args
+    def results(w):
+        return w, w.sum(-2), w[jnp.array([2, 0, 1])]
+
+    def of(trained):
+        params = hki.combine(trained, frozen)
+        params = hki.with_vector_bank(params) if method == "vblora" else params
+        return hki.materialize(results(params["linear"]["w"]))
+
+    found, expected = of(trained), of(wide)
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == jnp.float32
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
 def test_a_bank_holds_the_dtype_of_the_products():
     bank = hki.AdapterBank.of(PARAMS, capacity=2, rank=2)
     tuned = hki.add_lora(PARAMS, KEY, rank=2)
