@@ -115,18 +115,18 @@ class Sensitivity:
       options: the options given to `sensitivity`.
       matrix_axes: the axes of weights that are views of matrices.
       other_nbytes: the bytes of all other parameters.
-      dense: the other matrices by path, which stay dense: the bytes and the reason.
       method: how weights are rounded, as for `quantize_with_inputs`; None to the nearest.
       inputs: for a method, the statistics of the inputs of the weights that have them.
+      dense: the bytes of each other matrix, which stays dense, and the reason, by path.
     """
 
     rows: tuple[WeightCost, ...]
     options: Options
     matrix_axes: MatrixAxesOf | None = None
     other_nbytes: int = 0
-    dense: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     method: str | None = None
     inputs: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict, repr=False)
+    dense: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         cells = [

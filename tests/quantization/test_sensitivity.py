@@ -139,6 +139,7 @@ def test_it_is_saved_and_loaded(params, method, tmp_path):
     hki.save(tmp_path / "found", found)
     again = hki.load(tmp_path / "found")
     assert str(again) == str(found) and again.allocate(2_000) == found.allocate(2_000)
+    assert again.method == method and sorted(again.inputs) == (WEIGHTS if method else [])
     pair = [x.quantize(params, 2_000) for x in (found, again)]
     jax.tree.map(np.testing.assert_array_equal, *pair)
 
