@@ -41,8 +41,8 @@ def map_parameters(fun: Make, tree: Tree, path: tuple[str, ...] = ()) -> Params:
         return {k: map_parameters(fun, v, (*path, str(k))) for k, v in tree.items()}
     if not path:
         raise TypeError(
-            "params: expected a mapping of parameters as Haiku's init returns it, got "
-            f"{type(tree).__name__}"
+            "params: expected a mapping of parameters as Haiku's init returns it (for a model with "
+            f"state: its first result), got {type(tree).__name__}"
         )
     if isinstance(tree, list | tuple):
         items = [map_parameters(fun, v, (*path, str(i))) for i, v in enumerate(tree)]
