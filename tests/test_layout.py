@@ -123,9 +123,12 @@ def registered():
     return rules, list(serialization._checkpoints), list(serialization._statics)
 
 modules, first = list(sys.modules), registered()
+assert serialization.node_named("haiku_implicit.Sensitivity")  # as `load` looks a type up
+found = registered()[1]
 for name in sys.argv[1:]:
     importlib.import_module(name)
-assert first == registered(), "registered later"
+assert (first[0], found, first[2]) == registered(), "registered later"
+assert len(first[1]) + 2 == len(found), "registered when a file names its type"
 print("\\n".join(modules))
 """
 

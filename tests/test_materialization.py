@@ -189,7 +189,7 @@ def test_the_warning_names_primitive_type_shape_and_line():
     assert (warning.filename, warning.lineno) == (__file__, at)
     text = str(warning.message)
     for part in ("Outer", "float32[3,4]", "'tan'", f"{__file__}:{at}", "48 bytes", "primitive_handler",
-                 "materialization('allow')"):  # fmt: skip
+                 "`with haiku_implicit.materialization('allow'):`"):  # fmt: skip
         assert part in text, part
     assert "module" not in text
 

@@ -233,6 +233,9 @@ MISTAKES = {
     "rule ...": wrong_rule("none"),
     "... has no '...'. Use": lambda: TUNED["a"]["w"].T,
     "...: a half of ...": lambda: hki.quantize_params(TRAINED),
+    "trainable_dense: ... matches": lambda: hki.partition(
+        hki.add_lora({**PARAMS, "b": {"b": jnp.ones(8)}}, 0, rank=2), "a/w"
+    ),
     "targets: no parameter is": lambda: hki.add_lora(PARAMS, 0, rank=2, targets=["b/w"]),
     "exclude: it leaves out": lambda: hki.add_lora(PARAMS, 0, rank=2, targets=".*", exclude=".*"),
     "targets: all ...": lambda: hki.quantize_params(hki.quantize_params(PARAMS)),

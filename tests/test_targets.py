@@ -241,6 +241,8 @@ def test_summary_by_module():
     assert hki.summary(params, trainable_dense=".*/b").total.trained == 2
     last = {row.path: row.size for row in hki.summary(params, depth=-1).rows}
     assert last == {"linear": 18, "norm": 2, "head": 8}
+    outside = hki.summary({"~": {"w": w}, "w": w, "~/m": {"w": w}}, depth=1)
+    assert [row.path for row in outside.rows] == ["~", "m"]
     with pytest.raises(ValueError, match="depth: expected None, 1 and more, or -1 and less, got 0"):
         hki.summary(params, depth=0)
 
@@ -320,7 +322,11 @@ def test_weights_that_groups_leave_dense_are_named_once():
     text = (
         "1 weight stays dense, because groups of 32 do not divide axis -2: odd/w (float32[24,8])."
     )
-    assert text in str(one.message) and "group_size= (8 would fit)" in str(one.message)
+    assert text in str(one.message) and "group_size= (8, 12, 24 would fit)" in str(one.message)
+    with pytest.raises(ValueError, match=r"is divided by 48 \(8, 16 would fit\) \(matrix_axes="):
+        hki.quantize_params(
+            {"m": {"w": jnp.ones((32, 8))}, "n": {"w": jnp.ones((16, 8))}}, group_size=48
+        )
     with pytest.warns(
         UserWarning, match=r"2 weights .* query/w .*odd/w.* hki.prepare.* finds matrices"
     ):

@@ -139,6 +139,16 @@ def test_partition_of_single_arrays():
     "dense, error, message",
     [
         ("lineer/b", ValueError, "none of the 2 dense parameters .*Nearest: linear/b"),
+        (
+            "linear/w",
+            ValueError,
+            "dense parameters, but linear/w, a LoRA .exclude= of .*Nearest: linear/b",
+        ),
+        (
+            ["linear/w"],
+            ValueError,
+            "dense parameters, but linear/w, a LoRA .exclude= of .*There are: ",
+        ),
         ("(", ValueError, "not a regular expression"),
         (3, TypeError, "trainable_dense: expected a regular .* True or False, got 3"),
     ],

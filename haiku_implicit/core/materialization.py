@@ -80,7 +80,7 @@ class Materialization:
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.shape))
-        accept = "ccept it with haiku_implicit.materialization('allow')."
+        accept = "ccept it in a block `with haiku_implicit.materialization('allow'):`."
         way = "A" if self.reason else "Add one with haiku_implicit.primitive_handler, or a"
         return (
             f"{self.type_name} {self.dtype}[{shape}] was materialized ({self.nbytes:,} bytes), because "
@@ -181,7 +181,8 @@ _retrace = _Retrace()
 def materialization(policy: Policy) -> Iterator[None]:
     """Sets the policy for implicit arrays that are materialized in a `with` block.
 
-    It acts when a function is *traced*. A jitted function that was traced before is not affected.
+    It acts when a function is *traced*. A jitted function that was traced before is not affected. A
+    call without `with` does nothing.
 
     A thread that is started in the block begins with the default, as JAX's own settings do. To pass the
     policy on, start it with `contextvars.copy_context().run` as its target and the function as the

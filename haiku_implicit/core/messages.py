@@ -8,6 +8,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import haiku as hk
 import jax
@@ -45,6 +46,13 @@ def warn_caller(message: str) -> None:
 def see(section: str) -> str:
     """Returns the end of a message: the link to a section of docs/errors.md, by its anchor."""
     return f"(docs/errors.md#{section})"
+
+
+def check_function(argument: str, fun: Any) -> None:
+    """Raises for what can't be called, such as a transformed function in place of its `apply`."""
+    if not callable(fun):
+        way_out = "; give its field apply, as in model.apply" if hasattr(fun, "apply") else ""
+        raise TypeError(f"{argument}: expected a function, got a {type(fun).__name__}{way_out}")
 
 
 def shown(items: list[str], most: int = 5, separator: str = ", ") -> str:

@@ -143,7 +143,7 @@ def no_match(
     if not isinstance(targets, str | re.Pattern):
         of_value = "the predicate is true of" if callable(targets) else f"{targets!r} chooses"
         what = f"{count} is {wanted}" if targets is None else f"{of_value} {count}"
-        shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
+        shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "") or "no arrays"
         page = page if targets is None else "nothing-matches"
         return ValueError(f"{argument}: {what}. There are: {shown} {see(page)}")
     pattern = targets if isinstance(targets, str) else targets.pattern

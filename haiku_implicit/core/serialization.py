@@ -188,6 +188,9 @@ def node_of(x: Any) -> Node | None:
 
 def node_named(name: str) -> Node | None:
     """The node for a type by its name in checkpoints; None if it is unknown."""
+    package, _, own = name.rpartition(".")
+    if name not in _checkpoints and package == __name__.partition(".")[0]:
+        getattr(sys.modules[package], own, None)  # imports its module, which registers it
     return _checkpoints.get(name)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from haiku_implicit.core import containers
 from haiku_implicit.core.array import ImplicitArray, has_symbolic_shape, is_implicit
 from haiku_implicit.core.interpreter import call_interpreted, densify, materialize_array
+from haiku_implicit.core.messages import check_function
 from haiku_implicit.core.serialization import naming_lost_types
 from haiku_implicit.core.typing import Array, SameTree, Tree, TreeDef
 
@@ -45,6 +46,7 @@ def use_implicit_args(fun: Callable[..., R]) -> Callable[..., R]:
       (2, 1)
     """
 
+    check_function("fun", fun)
     tree = _partial_as_tree(fun)
 
     @functools.wraps(fun)

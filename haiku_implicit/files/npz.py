@@ -101,7 +101,9 @@ def _header_of(file: zipfile.ZipFile, key: str, member: zipfile.ZipInfo) -> _Hea
             header = np.lib.format.read_array_header_2_0  # 3.0 is this with names in UTF-8
         shape, fortran, dtype = header(stream)
         if dtype.hasobject:
-            raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
+            raise ValueError(
+                "it holds Python objects, such as a dict; haiku_implicit.save writes trees"
+            )
         if dtype.kind not in "biufc":
             raise ValueError(
                 f"an array of {dtype.name}, which are not numbers. numpy.load reads it; "

@@ -78,6 +78,8 @@ def save(path: Path, tree: Tree, *, max_shard_bytes: int = 2_000_000_000) -> Non
     """
     if type(max_shard_bytes) is not int or max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes: expected a positive integer, got {max_shard_bytes!r}")
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path: expected save(path, tree), got a {type(path).__name__} first")
     if os.fspath(path).lower().endswith(".gguf"):
         raise ValueError(
             f"{os.fspath(path)}: expected the name of a safetensors file, which is what save writes, "

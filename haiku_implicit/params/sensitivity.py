@@ -5,18 +5,19 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from haiku_implicit.arrays.matrix_view import tensor_of
 from haiku_implicit.core import progress
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.messages import text_table
+from haiku_implicit.core.messages import check_function, text_table
 from haiku_implicit.core.predicates import Targets
+from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.transform import tree_map_with_implicit
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params import knapsack
@@ -27,14 +28,21 @@ from haiku_implicit.params.quantizing.calibrated import (
     parsed,
     quantize_by,
 )
-from haiku_implicit.params.quantizing.observing import Model, arguments_of, inputs_of
+from haiku_implicit.params.quantizing.observing import (
+    Model,
+    arguments_of,
+    check_batches,
+    inputs_of,
+)
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.options import QuantizeOptions
+from haiku_implicit.params.trees.selection import is_matrix
 
 Options = Mapping[str, Mapping[str, Any]]
 
 
+@register_tree_type
 class WeightCost(NamedTuple):
     """The cost of quantizing one weight to one format, with all other weights unchanged.
 
@@ -90,14 +98,17 @@ class Allocation(dict[str, str]):
     def __repr__(self) -> str:
         counts = ", ".join(f"{n} {name}" for name, n in collections.Counter(self.values()).items())
         return (
-            f"Allocation({counts or 'all dense'}; {self.bits:.3f} bits, {self.nbytes:,} bytes; "
-            f"error {self.error:.3g}, at least {self.bound:.3g})"
+            f"Allocation({counts or 'all dense'}: {self.bits:.3f} bits a number; {self.nbytes:,} bytes "
+            f"with all other parameters; error {self.error:.3g}, at least {self.bound:.3g})"
         )
 
 
+@register_tree_type
 @dataclasses.dataclass(frozen=True)
 class Sensitivity:
     """The result of `sensitivity`; `print` shows a table, the weight that costs most first.
+
+    `haiku_implicit.save` and `load` keep it for another program.
 
     Attributes:
       rows: one for each weight and option, the largest errors first.
@@ -106,6 +117,7 @@ class Sensitivity:
       other_nbytes: the bytes of all other parameters.
       method: how weights are rounded, as for `quantize_with_inputs`; None to the nearest.
       inputs: for a method, the statistics of the inputs of the weights that have them.
+      dense: the bytes of each other matrix, which stays dense, and the reason, by path.
     """
 
     rows: tuple[WeightCost, ...]
@@ -114,12 +126,17 @@ class Sensitivity:
     other_nbytes: int = 0
     method: str | None = None
     inputs: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict, repr=False)
+    dense: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         cells = [
             (r.path, r.option, f"{r.error:.3e}", f"{r.nbytes:,}", f"{r.dense_nbytes:,}")
             for r in self.rows
         ]
+        for path, (nbytes, reason) in self.dense.items():
+            cells.append((path, f"stays dense: {reason}", "", f"{nbytes:,}", f"{nbytes:,}"))
+        if rest := self.other_nbytes - sum(nbytes for nbytes, _ in self.dense.values()):
+            cells.append(("all others", "stay dense", "", f"{rest:,}", f"{rest:,}"))
         return text_table(("path", "option", "error", "bytes", "of dense bytes"), cells, numbers=3)
 
     def allocate(self, nbytes: int) -> Allocation:
@@ -135,7 +152,7 @@ class Sensitivity:
           The name of an option for each path; weights that stay dense are left out.
 
         Raises:
-          ValueError: if the smallest formats take more.
+          ValueError: if the smallest formats take more, and for anything but a whole number.
         """
         ways: dict[str, list[tuple[str | None, float, int]]] = {}
         for row in self.rows:
@@ -143,13 +160,16 @@ class Sensitivity:
             if not math.isnan(row.error):  # NaN: the outputs with this format are not finite
                 own.append((row.option, row.error**2, row.nbytes))
         least = sum(min(size for _, _, size in own) for own in ways.values())
-        left = nbytes - self.other_nbytes
-        if least > left:
+        most = sum(own[0][2] for own in ways.values()) + self.other_nbytes
+        if not isinstance(nbytes, int | np.integer) or least + self.other_nbytes > nbytes:
             raise ValueError(
-                f"nbytes: the smallest formats of the {len(ways)} weights take {least:,} bytes, and "
-                f"the other parameters {self.other_nbytes:,}, together more than {nbytes:,}; give a "
-                "smaller format among the options"
+                "nbytes: expected the bytes of all parameters, a whole number of at least "
+                f"{least + self.other_nbytes:,} ({least:,} for the smallest formats of {len(ways)} "
+                f"weights, and {self.other_nbytes:,} for what stays dense, as print(found) shows), got "
+                f"{nbytes!r}. With {most:,} all weights stay dense. For less, give a smaller format "
+                "among the options, or more targets="
             )
+        left = int(nbytes) - self.other_nbytes
         items = [[way[1:] for way in own] for own in ways.values()]
         picks = knapsack.least_cost(items, left)
         taken = {path: own[i] for (path, own), i in zip(ways.items(), picks, strict=True)}
@@ -177,13 +197,7 @@ class Sensitivity:
           ValueError: for an option or a parameter that does not exist.
         """
         if not isinstance(chosen, Mapping):
-            try:
-                chosen = self.allocate(operator.index(chosen))
-            except TypeError:
-                raise TypeError(
-                    "chosen: expected a whole number of bytes, the result of allocate, or a mapping of "
-                    f"paths to options, got {chosen!r}"
-                ) from None
+            chosen = self.allocate(chosen)
         for name in dict.fromkeys(chosen.values()):
             if name not in self.options:
                 raise ValueError(f"chosen: expected options of {[*self.options]}, got {name!r}")
@@ -257,6 +271,9 @@ def sensitivity(
       >>> hki.summary(small).total.nbytes <= 6_000
       True
     """
+    check_function("apply", apply)
+    check_batches("batches", batches)
+    _check_options(options)
     given, options = [arguments_of(batch) for batch in batches], dict(options)
     if not given or not options:
         raise ValueError(f"expected batches and options, got {len(given)} and {len(options)}")
@@ -289,8 +306,26 @@ def sensitivity(
         for key, error in errors.items()
     ]
     rows.sort(key=lambda row: row.error, reverse=True)
-    others = sum(x.nbytes for path, x in dense.items() if path not in every)
-    return dataclasses.replace(plan, rows=tuple(rows), other_nbytes=others)
+    others = {path: x for path, x in dense.items() if path not in every}
+    nbytes = sum(x.nbytes for x in others.values())
+    left = {path: (x.nbytes, choice.why_not(path, x)) for path, x in others.items() if is_matrix(x)}
+    return dataclasses.replace(plan, rows=tuple(rows), other_nbytes=nbytes, dense=left)
+
+
+def _check_options(options: Any) -> None:
+    """Raises for anything but arguments of `quantize_params` by name, without the choice of weights."""
+    own = options.values() if isinstance(options, Mapping) else ()
+    if not isinstance(options, Mapping) or not all(isinstance(x, Mapping) for x in own):
+        raise TypeError(
+            "options: expected arguments of quantize_params by names that you choose, such as "
+            f"{{'int4': dict(dtype='int4', group_size=32)}}, got {options!r}"
+        )
+    for name, own in options.items():
+        if taken := [x for x in ("targets", "exclude", "matrix_axes", "missing_ok") if x in own]:
+            raise TypeError(
+                f"options: {name!r} has {taken[0]}=, which chooses weights for all options alike; give "
+                "it to sensitivity"
+            )
 
 
 def _chosen(params: Params, choice: trees.Choice, options: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_values, flatten_one_level, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.messages import text_table
+from haiku_implicit.core.messages import check_function, text_table
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, JsonObject, Params, Tree
 from haiku_implicit.params.adapters.parts import check_whole
@@ -95,7 +95,8 @@ def summary(
       depth: None for a row for each parameter; otherwise a row for each module. A depth of 1 or more
         groups modules by the first names of their paths: with 2, `model/layer_1/mlp/linear` counts for
         `model/layer_1`. A depth below zero groups them by the last names: with -1, the row `linear`
-        counts the layers' modules of that name together.
+        counts the layers' modules of that name together. Parameters outside of modules are the row
+        `~`, as Haiku calls them.
       trainable_dense: the dense parameters that count as trained, as for `partition`; not used for a
         model from `freeze`.
 
@@ -162,7 +163,7 @@ def _by_module(rows: Sequence[SummaryRow], depth: int) -> list[SummaryRow]:
     for row in rows:
         module = [part for part in row.path.split("/")[:-1] if part != "~"]
         own = module[:depth] if depth > 0 else module[depth:]
-        groups.setdefault("/".join(own), []).append(row)
+        groups.setdefault("/".join(own) or "~", []).append(row)
     return [_joined(name, own) for name, own in groups.items()]
 
 
@@ -281,6 +282,7 @@ def compare_params(
     only_second = tuple(path for path in two if path not in one)
     outputs = None
     if apply is not None:
+        check_function("apply", apply)
         pair = (jax.tree.leaves(apply(params, *args)) for params in (first, second))
         outputs = _relative([_distance_of("outputs", a, b) for a, b in zip(*pair, strict=True)])
     return Comparison(rows, only_first, only_second, outputs)

@@ -29,7 +29,8 @@ from haiku_implicit.core.array import (
     short,
     static_items,
 )
-from haiku_implicit.core.predicates import Targets, no_match, predicate_of
+from haiku_implicit.core.messages import shown
+from haiku_implicit.core.predicates import Targets, is_list, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
 from haiku_implicit.core.typing import Array, SameTree, Tree, TreeDef
 
@@ -176,7 +177,7 @@ def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = 
     """For each slot, whether its array is trained: as the types declare, or by `trainable_dense`.
 
     Raises:
-      ValueError: with `must_match`, for a regular expression that matches no dense array.
+      ValueError: with `must_match`, for a regular expression, or a list, that matches no dense array.
     """
     chosen = predicate_of("trainable_dense", trainable_dense)
     flags, dense = [], {}
@@ -189,9 +190,20 @@ def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = 
             flag = bool(chosen("/".join(slot.path[:-1]), "".join(slot.path[-1:]), slot.value))
             dense[slot.name] = flag
         flags.append(flag)
-    is_pattern = isinstance(trainable_dense, str | re.Pattern)
-    if must_match and is_pattern and dense and not any(dense.values()):
-        raise no_match("trainable_dense", trainable_dense, [*dense], kind="dense parameters")
+    named = isinstance(trainable_dense, str | re.Pattern) or is_list(trainable_dense)
+    if must_match and named and trainable_dense and dense and not any(dense.values()):
+        others = {"/".join(s.path[: -len(s.fields)]): s.fields[0][0] for s in slots if s.fields}
+        meant = [
+            f"{path}, a {cls.__name__}"
+            for path, cls in others.items()
+            if chosen(*path.rpartition("/")[::2], None)
+        ]
+        kind = "dense parameters"
+        if meant:
+            kind += (
+                f", but {shown(meant)} (exclude= of quantize_params and add_lora leaves it dense)"
+            )
+        raise no_match("trainable_dense", trainable_dense, [*dense], kind=kind)
     return flags
 
 

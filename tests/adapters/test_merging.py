@@ -257,6 +257,10 @@ def test_requantizing_without_a_change_keeps_the_codes(options):
     w = normal((2, 64, 32)).at[..., 3].set(0)
     base = hki.quantize_params({"m": {"w": w}}, matrix_axes={}, **options)
     lora = hki.add_lora(base, 0, rank=1, matrix_axes={})
+    with pytest.raises(
+        ValueError, match="requantize: expected True or False, got 'int4'. True keeps"
+    ):
+        hki.merge_lora(lora, requantize="int4")
     again = hki.merge_lora(lora, requantize=True)
     close(hki.materialize(again), hki.materialize(base), 1e-6)
     column = jnp.zeros((2, 1, 32)).at[..., 3].set(1)

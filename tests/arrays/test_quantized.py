@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -475,6 +476,15 @@ def test_a_tree_whose_leaves_were_all_cast(name, dtype, reader, may_be_dense):
     want = hki.use_implicit_args(READERS[reader])(want, x)
     got, want = (np.float32(hki.materialize(y)) for y in (got, want))
     np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "nf4", "q4_k"])
+def test_codes_that_were_averaged(name, may_be_dense):
+    """`optax.incremental_update` of all parameters; 0.1 and 0.9 of a code may be a little less than it."""
+    q = hki.QuantizedMatrix.quantize(normal((256, 6)), name)
+    averaged = optax.incremental_update(q, q, 0.1)
+    assert averaged.codes.dtype == jnp.float32
+    np.testing.assert_allclose(hki.materialize(averaged), hki.materialize(q), atol=2e-3)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
+from haiku_implicit.params.sensitivity import WeightCost
 from tests.random_arrays import normal
 from tests.tiers import few
 
@@ -92,7 +93,7 @@ def test_formats_within_a_number_of_bytes(params):
         assert hki.summary(small).total.nbytes == nbytes + others <= budget + others
     chosen = found.allocate(1_600 + others)
     assert chosen[WEIGHTS[1]] != "int4", "the worst weight keeps its bits"
-    assert repr(chosen).startswith("Allocation(3 int8; 9.556 bits, 1,600 bytes; error ")
+    assert repr(chosen).startswith("Allocation(3 int8: 9.556 bits a number; 1,600 bytes with all")
 
 
 def test_views_of_matrices(params):
@@ -109,6 +110,75 @@ def test_views_of_matrices(params):
     assert small["attention"]["w"].nbytes <= 300
 
 
+def test_what_stays_dense_is_in_the_table(params):
+    tables = {"emb": normal((16, 16), 1), "pos_emb": normal((4, 16), 2)}
+
+    def apply(params, x):
+        return MODEL.apply(
+            {k: v for k, v in params.items() if k != "~"}, x + params["~"]["pos_emb"]
+        )
+
+    params = {**params, "~": tables, "odd": {"w": normal((9, 4))}}
+    options = {"int4": OPTIONS["int4"]}
+    with pytest.warns(UserWarning, match="odd/w"):
+        found = hki.sensitivity(apply, params, [X[0]], options, exclude=WEIGHTS[0])
+    reasons = {path: reason for path, (_, reason) in found.dense.items()}
+    assert reasons == {
+        WEIGHTS[0]: "targets= or exclude= leaves it out",
+        "~/pos_emb": "its name is that of a table of positions",
+        "odd/w": "no option fits it",
+    }
+    *_, last = str(found).splitlines()
+    assert last.split() == ["all", "others", "stay", "dense", "224", "224"]
+    assert "~/pos_emb" in str(found) and found.dense["~/pos_emb"][0] == 256
+
+
+@pytest.mark.parametrize("method", few([None, "gptq"], "gptq"))
+def test_it_is_saved_and_loaded(params, method, tmp_path):
+    found = hki.sensitivity(MODEL.apply, params, X, OPTIONS, method=method)
+    hki.save(tmp_path / "found", found)
+    again = hki.load(tmp_path / "found")
+    assert str(again) == str(found) and again.allocate(2_000) == found.allocate(2_000)
+    assert again.method == method and sorted(again.inputs) == (WEIGHTS if method else [])
+    pair = [x.quantize(params, 2_000) for x in (found, again)]
+    jax.tree.map(np.testing.assert_array_equal, *pair)
+
+
+@pytest.mark.parametrize("given", [100, 4.5, "1MB", None])
+def test_bytes_that_cannot_be(given):
+    rows = [
+        WeightCost(path, "int8", 0.1, n, 4 * 512, 512)
+        for path, n in zip("abc", (600, 500, 276), strict=True)
+    ]
+    found = hki.Sensitivity(tuple(rows), {"int8": OPTIONS["int8"]}, other_nbytes=224)
+    expected = (
+        "nbytes: expected the bytes of all parameters, a whole number of at least 1,600 .1,376 for the "
+        f"smallest formats of 3 weights, and 224 .*, got {given!r}. With 6,368 all weights stay dense"
+    )
+    for call in (found.allocate, lambda nbytes: found.quantize({}, nbytes)):
+        with pytest.raises(ValueError, match=expected):
+            call(given)
+
+
+@pytest.mark.parametrize(
+    "replaced, message",
+    [
+        (dict(apply=MODEL), "apply: expected a function, got a Transformed; give its field apply"),
+        (dict(batches=X[0]), r"batches: expected batches, got an array \[4, 16\]. Give \[x\] for one"),
+        (dict(batches={"x": X[0]}), "batches: expected batches, got a dict. Give"),
+        (dict(batches=None), "batches: expected batches, got a NoneType. Give"),
+        (dict(options=["int4"]), r"options: expected arguments of .*, got \['int4'\]"),
+        (dict(options={"int4": "int4"}), "options: expected arguments of .*, got {'int4': 'int4'}"),
+        (dict(options={"a": dict(targets=".*")}), "options: 'a' has targets=, .* give it to sensitivity"),
+        (dict(options={"a": dict(bits=4)}), "unexpected keyword argument 'bits': expected an option"),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be(params, replaced, message):
+    given = dict(apply=MODEL.apply, batches=X, options=OPTIONS) | replaced
+    with pytest.raises(TypeError, match=message):
+        hki.sensitivity(params=params, **given)
+
+
 def test_errors(params):
     with pytest.raises(ValueError, match="expected batches and options, got 0 and 2"):
         hki.sensitivity(MODEL.apply, params, [], OPTIONS)
@@ -123,10 +193,6 @@ def test_errors(params):
     alone = hki.sensitivity(MODEL.apply, params, [X[0]], {"int8": OPTIONS["int8"]})
     found = hki.sensitivity(MODEL.apply, params, [(X[0],)], {"int8": OPTIONS["int8"]})
     assert found.rows == alone.rows  # a batch that is no tuple is the only argument
-    with pytest.raises(
-        ValueError, match="nbytes: the smallest .* 3 weights take 1,.* the other parameters 224, "
-    ):
-        found.allocate(100)
     with pytest.raises(ValueError, match="chosen: expected options of .'int8'., got 'int2'"):
         found.quantize(params, {WEIGHTS[0]: "int2"})
 

@@ -284,6 +284,11 @@ def _carried(
 
 
 def _check_paths(inputs: Collection[str], paths: Sequence[str], needed: str) -> None:
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"inputs: expected the result of input_{needed}(apply, params, batches), got "
+            f"{type(inputs).__name__}"
+        )
     if not inputs:
         raise ValueError(
             f"inputs: expected what input_{needed} says of one weight or more, got nothing: no "

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import progress
+from haiku_implicit.core.messages import check_function
 from haiku_implicit.core.transform import tree_leaves_with_implicit, use_implicit_args
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.trees import trees
@@ -76,11 +77,13 @@ class Model(NamedTuple):
 
 
 def check_batches(argument: str, batches: Any) -> None:
-    """Raises for an array, of which each row would count as a batch."""
-    if isinstance(batches, jax.Array | np.ndarray):
+    """Raises for one batch in place of several: each row of it, or key, would count as a batch."""
+    if isinstance(batches, jax.Array | np.ndarray | Mapping) or not hasattr(batches, "__iter__"):
+        is_array = isinstance(batches, jax.Array | np.ndarray)
+        got = f"an array {list(batches.shape)}" if is_array else f"a {type(batches).__name__}"
         raise TypeError(
-            f"{argument}: expected batches, got an array {list(batches.shape)}. Give [x] for one "
-            "batch, and list(x) for a stack of batches"
+            f"{argument}: expected batches, got {got}. Give [x] for one batch, and list(x) for a stack "
+            "of batches"
         )
 
 
@@ -93,6 +96,7 @@ def inputs_of(
     needed: str, model: Model, batches: Iterable[Any], paths: Collection[str]
 ) -> dict[str, jax.Array]:
     """A statistic of the inputs of each weight that has inputs, joined over the batches."""
+    check_function("apply", model.apply)
     check_batches("batches", batches)
     statistic, join = _STATISTICS[needed]
     statistics = dict.fromkeys(paths, statistic)

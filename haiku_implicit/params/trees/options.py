@@ -19,7 +19,7 @@ from haiku_implicit.params.trees import selection
 from haiku_implicit.params.trees.selection import Parameter
 from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
 from haiku_implicit.quantized.numbers import channel_scales
-from haiku_implicit.quantized.numbers.formats import RECIPES
+from haiku_implicit.quantized.numbers.formats import RECIPES, find
 from haiku_implicit.quantized.numbers.options import is_positive_integer
 from haiku_implicit.quantized.products.rules import QuantRule
 from haiku_implicit.quantized.types import trellis
@@ -113,6 +113,8 @@ class QuantizeOptions:
             plain = vars(QuantizeOptions())
             if given := [name for name in own if own[name] != plain[name]]:
                 raise ValueError(f"dtype {self.dtype!r} has no {', '.join(given)}; leave it out")
+        elif self.dtype not in RECIPES:
+            find(self.dtype, also=[*RECIPES, *trellis.BITS])  # raises for an unknown one
         object.__setattr__(self, "group_size", checked_group_size(self.group_size))
 
     @classmethod
@@ -189,10 +191,17 @@ class QuantizeOptions:
         if not size or isinstance(size, str):
             return "a dense weight"
         return (
-            f"a dense weight whose axis {self.axis} is divided by {size} (matrix_axes= says which "
-            "axes make the matrix of a weight of more than two, and hki.prepare(model, params, *args) "
-            "finds them)"
+            f"a dense weight whose axis {self.axis} is divided by {size}{self._fitting(suited)} "
+            "(matrix_axes= says which axes make the matrix of a weight of more than two, and "
+            "hki.prepare(model, params, *args) finds them)"
         )
+
+    def _fitting(self, left: Sequence[Parameter]) -> str:
+        """The sizes of groups that fit some weights which the given size does not fit, in words."""
+        common = math.gcd(*(p.value.shape[self.axis] for p in left))
+        sizes = [str(n) for n in range(8, min(common, 256) + 1, 2) if common % n == 0]
+        known = isinstance(self.group_size, int) and sizes
+        return f" ({', '.join(sizes[-6:])} would fit)" if known else ""
 
     def told(self, left: Sequence[Parameter], *, prepared: bool) -> str:
         """The warning about weights that the groups do not divide, or that are not rotated."""
@@ -208,14 +217,10 @@ class QuantizeOptions:
         what = "1 weight stays" if len(left) == 1 else f"{len(left)} weights stay"
         axes = "; hki.prepare(model, params, *args) finds matrices in weights of more than two axes"
         axes = axes if _of_many_axes(left) and not prepared else ""
-        fitting = ""
-        if isinstance(size, int):
-            common = math.gcd(size, *(p.value.shape[axis] for p in left))
-            fitting = f" ({common} would fit)" if common >= 8 and self.group_size else ""
         return (
             f"{what} dense, because groups of {size} do not divide axis {axis}: {named(left)}. "
-            f"Quantize with another group_size={fitting}, these alone by targets=; or leave them out "
-            f"by exclude={axes}"
+            f"Quantize with another group_size={self._fitting(left)}, these alone by targets=; or "
+            f"leave them out by exclude={axes}"
             f" {see('groups-that-do-not-fit')}"
         )
 

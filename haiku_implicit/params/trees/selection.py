@@ -80,9 +80,19 @@ def is_weight(module_name: str, name: str, value: Array) -> bool:
     Biases and scales do not count, though Haiku gives some of them several axes of length one. Tables
     of positions, which are added, do not count either, nor do empty arrays.
     """
-    added = _ELEMENTWISE.fullmatch(name) or _POSITIONS.fullmatch(name)
-    other = added or name.endswith(LORA_SUFFIXES)
-    return is_matrix(value) and 0 not in value.shape and not other
+    return is_matrix(value) and not why_no_weight(name, value)
+
+
+def why_no_weight(name: str, value: Array) -> str:
+    """The reason for which a matrix is no weight by default; `''` for a weight."""
+    if 0 in value.shape:
+        return "it is empty"
+    kinds = {
+        "of a bias or a scale": _ELEMENTWISE.fullmatch(name),
+        "of a table of positions": _POSITIONS.fullmatch(name),
+        "of a factor of LoRA": name.endswith(LORA_SUFFIXES),
+    }
+    return next((f"its name is that {kind}" for kind, found in kinds.items() if found), "")
 
 
 def is_complex_weight(module_name: str, name: str, value: Array) -> bool:

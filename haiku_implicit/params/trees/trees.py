@@ -41,8 +41,8 @@ def map_parameters(fun: Make, tree: Tree, path: tuple[str, ...] = ()) -> Params:
         return {k: map_parameters(fun, v, (*path, str(k))) for k, v in tree.items()}
     if not path:
         raise TypeError(
-            "params: expected a mapping of parameters as Haiku's init returns it, got "
-            f"{type(tree).__name__}"
+            "params: expected a mapping of parameters as Haiku's init returns it (for a model with "
+            f"state: its first result), got {type(tree).__name__}"
         )
     if isinstance(tree, list | tuple):
         items = [map_parameters(fun, v, (*path, str(i))) for i, v in enumerate(tree)]
@@ -156,6 +156,15 @@ class Choice(NamedTuple):
             value = jax.ShapeDtypeStruct(value.shape, value.dtype)
         opened = open_matrix(parameter.path, value, self.matrix_axes)
         return parameter._replace(value=opened.matrix, is_matrix=opened.axes is not None)
+
+    def why_not(self, path: str, value: Array) -> str:
+        """The reason for which a matrix is no target of an edit of weights."""
+        module_name, _, name = path.rpartition("/")
+        unlike = selection.why_no_weight(name, value) if self.targets is None else ""
+        of_tree = self._replace(missing_ok=True, matrix_axes=None)
+        if unlike or of_tree.marks([Parameter(module_name, name, value)], selection.is_weight)[0]:
+            return unlike or "no option fits it"
+        return "targets= or exclude= leaves it out"
 
     def chosen(self, parameters: Parameters, default: Predicate) -> list[Parameter]:
         """The chosen ones of some parameters, opened; `default` is of weights without stacked axes."""

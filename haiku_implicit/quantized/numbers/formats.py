@@ -333,7 +333,8 @@ def restored(codes: jax.Array, fmt: Format) -> jax.Array:
     """Casts codes back to the dtype of their format, after a cast of a whole tree.
 
     `jax.tree.map(lambda x: x.astype(dtype), params)` casts codes as well; `jmp` casts floating codes.
-    Dtypes of 16 bits and more hold all codes.
+    Dtypes of 16 bits and more hold all codes. `optax.incremental_update` averages codes, which are
+    equal in all steps.
 
     Raises:
       TypeError: for a dtype that does not hold all codes.
@@ -348,6 +349,8 @@ def restored(codes: jax.Array, fmt: Format) -> jax.Array:
             "jax.tree.map(lambda x: x.astype(dtype), params))(params)"
             f" {see('cast-codes')}"
         )
+    if not fmt.is_float and jax.dtypes.issubdtype(codes.dtype, np.floating):
+        codes = jnp.round(codes)  # an average of equal codes may be a little less
     return codes.astype(fmt.dtype)
 
 
