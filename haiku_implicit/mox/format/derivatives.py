@@ -35,8 +35,8 @@ RULES = {"custom_jvp_call": ("jvp",), "custom_vjp_call": ("fwd", "bwd")}
 
 def rules_of(eqn: JaxprEqn) -> dict[str, ClosedJaxpr]:
     """The rules of an equation that calls a `jax.custom_jvp` or `jax.custom_vjp` function."""
-    avals = [_struct(x.aval) for x in eqn.invars]
-    outs = [_struct(x.aval) for x in eqn.outvars]
+    avals = [struct_of(x.aval) for x in eqn.invars]
+    outs = [struct_of(x.aval) for x in eqn.outvars]
     call = functools.partial(_call, eqn)
     if eqn.primitive.name == "custom_jvp_call":
 
@@ -61,7 +61,7 @@ def rules_of(eqn: JaxprEqn) -> dict[str, ClosedJaxpr]:
         return without_zeros(avals, pullback(with_zeros(outs, cotangents)))
 
     forward = jax.make_jaxpr(fwd)(*avals)
-    residuals = list(map(_struct, forward.out_avals[len(outs) :]))
+    residuals = list(map(struct_of, forward.out_avals[len(outs) :]))
     num_residuals = len(residuals)
     backward = jax.make_jaxpr(bwd)(*types_of("bwd", avals, outs, residuals)[0])
     return {"fwd": forward, "bwd": backward}
@@ -90,7 +90,8 @@ def _call(eqn: JaxprEqn, *arrays: Array) -> list[Array]:
     return compat.bind(eqn.primitive, arrays, dict(eqn.params))
 
 
-def _struct(aval: Aval) -> jax.ShapeDtypeStruct:
+def struct_of(aval: Aval) -> jax.ShapeDtypeStruct:
+    """The type of an array, for `jax.make_jaxpr`."""
     weak = bool(getattr(aval, "weak_type", False))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 

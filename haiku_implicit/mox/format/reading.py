@@ -1,23 +1,31 @@
-"""Reads a program from JSON, by tracing it again.
+"""Reads a program from JSON, by tracing its equations again.
 
-No code from a file is run. Each body becomes a function that binds its equations, whose primitives and
-parameters are looked up in tables (`equations.py`, `values.py`). JAX traces this function: so its own
-checks of shapes and dtypes apply, and the types in a file are compared with the types that JAX finds.
+No code from a file is run. JAX traces a function that binds an equation, whose primitive and parameters
+are looked up in tables (`equations.py`, `values.py`): so its own checks of shapes and dtypes apply, and
+the types in a file are compared with the types that JAX finds. Equal equations (most layers of a model
+have the same ones) are traced once, and copied with other variables.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from haiku_implicit.core.typing import Array, Aval, Json
 from haiku_implicit.mox.format import equations, values
-from haiku_implicit.mox.format.derivatives import RULES, NoRule, has_tangent, types_of, with_rules
+from haiku_implicit.mox.format.derivatives import (
+    RULES,
+    NoRule,
+    has_tangent,
+    struct_of,
+    types_of,
+    with_rules,
+)
 from haiku_implicit.mox.format.structures import interface_from_json, tree_from_json
 from haiku_implicit.mox.format.values import of_type, one_of, require, same_shape, same_type
 from haiku_implicit.mox.program import marks
@@ -67,6 +75,12 @@ class Reader:
         self.sizes: list[tuple[int, int]] = []
         self.functions: dict[int, Callable[..., Any]] = {}
         self.listed = _list(tables, "functions")
+        # Traced equations, by what the file says of them and the types of their operands.
+        self.traced: dict[Any, _Traced] = {}
+        # Numbers in equations, by their JSON.
+        self.literals: dict[str, Any] = {}
+        # The atoms of numbers, by their `id`.
+        self.atoms: dict[int, Any] = {}
         self._rules: dict[tuple[int, str], Callable[..., Any]] = {}
         for i, x in enumerate(_list(tables, "arrays")):
             with at(f".arrays[{i}]"):
@@ -92,10 +106,8 @@ class Reader:
         return _entry(self.bodies, index, "body")
 
     def _add_body(self, x: Json) -> None:
-        inputs = [values.type_from_json(y) for y in _list(x, "inputs")]
         reading = _BodyReader(self, x)
-        trace = _named(reading.trace, of_type(x.get("name"), str, "the name of a body"))
-        closed = jax.make_jaxpr(trace)(*inputs)
+        closed = reading.closed_jaxpr()
         depth, size = reading.depth + 1, reading.size
         require(depth <= DEEPEST, f"programs are nested more than {DEEPEST} deep")
         require(size <= MOST_EQUATIONS, f"it has more than {MOST_EQUATIONS} equations")
@@ -160,8 +172,22 @@ def _entry(table: Sequence[Any], index: Json, what: str) -> Any:
     return table[index]
 
 
+class _Traced(NamedTuple):
+    """An equation that was traced alone.
+
+    Attributes:
+      closed: its program, whose arguments are the operands that are variables.
+      depth: the depth of the bodies in it.
+      size: the number of equations, with the equations in these bodies.
+    """
+
+    closed: ClosedJaxpr
+    depth: int
+    size: int
+
+
 class _BodyReader:
-    """Binds the equations of one body while JAX traces.
+    """Makes the program of one body.
 
     Attributes:
       depth: the depth of the bodies in it.
@@ -171,36 +197,70 @@ class _BodyReader:
     def __init__(self, reader: Reader, x: Mapping[str, Json]):
         self.reader, self.x = reader, x
         self.depth = self.size = 0
+        # Variables of JAX, and numbers, by the file's variables.
         self.values: dict[int, Any] = {}
+        self.eqns: list[JaxprEqn] = []
+        self.effects: set[Any] = set()
+        self.constants: dict[int, tuple[Var, Array]] = {}
         self.readers = {"closed": self.closed, "open": self.open, "array": self.array}
-        self.scoped = functools.cache(_scoped)
+        self.scoped = functools.cache(source_info_util.new_name_stack)
 
-    def trace(self, *arrays: Array) -> list[Array]:
+    def closed_jaxpr(self) -> ClosedJaxpr:
+        inputs = [values.type_from_json(y) for y in _list(self.x, "inputs")]
         constants = [self.array(i) for i in _list(self.x, "constants")]
-        self.values = dict(enumerate([*arrays, *constants]))
-        try:
-            self.nodes(_list(self.x, "nodes"), "")
-            with at(".outputs"):
-                return self.read(self.x, "outputs")
-        finally:
-            self.values = {}  # tracers, which must not outlive the trace
+        num_results = len(_list(self.x, "outputs"))
+        name = of_type(self.x.get("name"), str, "the name of a body")
+        empty = jax.make_jaxpr(_named(lambda *arrays: [0] * num_results, name))(*inputs)
+        self.values = dict(enumerate([*empty.jaxpr.invars, *map(self.constant, constants)]))
+        self.nodes(_list(self.x, "nodes"), "")
+        with at(".outputs"):
+            results = self.atoms("outputs", self.x)
+        parts = dict(eqns=self.eqns, outvars=results, effects=self.effects)
+        return _with_parts(empty, self.constants.values(), parts)
 
     def nodes(self, nodes: Json, place: str) -> None:
         for i, x in enumerate(of_type(nodes, list, "nodes")):
-            op = x.get("op") if type(x) is dict else None
-            with at(f"{place}.nodes[{i}]" + (f" ({op})" if type(op) is str else "")):
+            try:
                 of_type(x, dict, "a node")
                 (self.equation if "op" in x else self.call)(x)
+            except Exception:
+                op = x.get("op") if type(x) is dict else None
+                with at(f"{place}.nodes[{i}]" + (f" ({op})" if type(op) is str else "")):
+                    raise
 
-    def read(self, x: Mapping[str, Json], name: str) -> list[Array]:
-        return list(map(self.atom, _list(x, name)))
+    def read(self, x: Mapping[str, Json], name: str) -> list[Any]:
+        """The variables and the numbers of a list of operands."""
+        return list(map(self.value, _list(x, name)))
 
-    def atom(self, x: Json) -> Array:
+    def value(self, x: Json) -> Any:
         if type(x) is dict:
-            return _literal(x)
+            text, known = repr(x), self.reader.literals
+            if text not in known:
+                known[text] = _literal(x)
+            return known[text]
         if of_type(x, int, "a variable") not in self.values:
             raise ValueError(f"variable {x} is not defined yet")
         return self.values[x]
+
+    def atoms(self, name: str, x: Mapping[str, Json]) -> list[Any]:
+        """A list of operands as JAX's equations have them."""
+        return [y if isinstance(y, Var) else self.atom(y) for y in self.read(x, name)]
+
+    def atom(self, value: Any) -> Any:
+        """The literal of a number that a table of the reader keeps."""
+        atoms = self.reader.atoms
+        if id(value) not in atoms:
+            (atoms[id(value)],) = jax.make_jaxpr(lambda: [value])().jaxpr.outvars
+        return atoms[id(value)]
+
+    def constant(self, value: Array) -> Any:
+        """The variable of a constant; a number is one itself."""
+        if id(value) not in self.constants:
+            traced = jax.make_jaxpr(lambda: [value])().jaxpr
+            if not traced.constvars:
+                return value
+            self.constants[id(value)] = traced.constvars[0], value
+        return self.constants[id(value)][0]
 
     def define(self, x: Mapping[str, Json], name: str, found: Sequence[Any]) -> None:
         variables = _list(x, name)
@@ -214,21 +274,76 @@ class _BodyReader:
     # --- equations ---
 
     def equation(self, x: Json) -> None:
-        self.size += 1
         operands, types = self.read(x, "in"), _list(x, "types")
-        name, scope = of_type(x["op"], str, "op"), of_type(x.get("scope", ""), str, "a scope")
-        partitionable = x.get("threefry_partitionable", True)
-        of_type(partitionable, bool, "threefry_partitionable")
-        random = contextlib.nullcontext() if partitionable else jax.threefry_partitionable(False)
-        with random, source_info_util.set_name_stack(self.scoped(scope)):
-            results = self.bind(name, x, operands, len(types))
-        found = list(map(jax.typeof, results))
+        scope = of_type(x.get("scope", ""), str, "a scope")
+        partitionable = of_type(
+            x.get("threefry_partitionable", True), bool, "threefry_partitionable"
+        )
         # (As text, since JSON's `true` would be equal to 1.)
-        if str(list(map(values.shape_and_dtype, found))) != str(types):
-            equations.check_types(
-                "it gives", found, list(map(values.aval_from_json, types)), same_type
+        own = repr((x["op"], x.get("function"), x.get("params"), types, partitionable))
+        key = own, *(y.aval if isinstance(y, Var) else id(y) for y in operands)
+        known = self.reader.traced
+        if key not in known:
+            known[key] = self.traced(x, operands, types, partitionable)
+        closed, depth, size = known[key]
+        self.depth, self.size = max(self.depth, depth), self.size + size
+        self.define(x, "out", self.copied(closed, operands, scope))
+
+    def traced(
+        self, x: Json, operands: list[Any], types: list[Any], partitionable: bool
+    ) -> _Traced:
+        """Traces an equation for variables and numbers as operands."""
+        name = of_type(x["op"], str, "op")
+
+        def on_arrays(*arrays: Array) -> list[Array]:
+            rest = iter(arrays)
+            given = [next(rest) if isinstance(y, Var) else y for y in operands]
+            results = self.bind(name, x, given, len(types))
+            found = list(map(jax.typeof, results))
+            if str(list(map(values.shape_and_dtype, found))) != str(types):
+                expected = list(map(values.aval_from_json, types))
+                equations.check_types("it gives", found, expected, same_type)
+            return results
+
+        outer, self.depth, self.size = (self.depth, self.size), 0, 1
+        random = contextlib.nullcontext() if partitionable else jax.threefry_partitionable(False)
+        with random:
+            closed = jax.make_jaxpr(on_arrays)(
+                *[struct_of(y.aval) for y in operands if isinstance(y, Var)]
             )
-        self.define(x, "out", results)
+        found = _Traced(closed, self.depth, self.size)
+        self.depth, self.size = outer
+        return found
+
+    def copied(self, closed: ClosedJaxpr, operands: list[Any], scope: str) -> list[Any]:
+        """Adds the equations of a program, for variables among operands; returns its results."""
+        jaxpr = closed.jaxpr
+        known = dict(zip(jaxpr.invars, (y for y in operands if isinstance(y, Var)), strict=True))
+        known |= zip(jaxpr.constvars, map(self.constant, closed.consts), strict=True)
+        for eqn in jaxpr.eqns:
+            invars = [y if isinstance(y, Literal) else known[y] for y in eqn.invars]
+            known |= zip(eqn.outvars, self.add(eqn, invars, scope=scope), strict=True)
+        self.effects |= jaxpr.effects
+        return [y if isinstance(y, Literal) else known[y] for y in jaxpr.outvars]
+
+    def add(
+        self, eqn: JaxprEqn, invars: list[Any], avals: Any = None, scope: str = "", **new: Any
+    ) -> list[Var]:
+        """Adds a copy of an equation, and returns the variables of its results.
+
+        Args:
+          eqn: the equation.
+          invars: the operands of the copy.
+          avals: the types of its results; None for the types of the equation's.
+          scope: the scope that it is in.
+          **new: other properties that change.
+        """
+        outvars = [Var(v.aval) for v in eqn.outvars] if avals is None else list(map(Var, avals))
+        if scope:
+            stack = self.scoped(scope) + eqn.source_info.name_stack
+            new["source_info"] = eqn.source_info.replace(name_stack=stack)
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, **new))
+        return outvars
 
     def bind(self, name: str, x: Json, operands: list[Array], num_results: int) -> list[Array]:
         if name in RULES:
@@ -269,11 +384,34 @@ class _BodyReader:
             of_type(x.get("scope"), str, "scope"),
             of_type(x.get("bypassed", False), bool, "bypassed"),
         )
-        token, inputs = marks.begin(call, self.read(x, "in"), _seen(x, "seen"))
-        self.define(x, "given", inputs)
+        inputs = self.atoms("in", x)
+        begin, token = _mark()
+        avals = [token, *(y.aval for y in inputs)]
+        about = dict(call=call, kind="begin", seen=_seen(x, "seen"))
+        token, *given = self.add(begin, inputs, avals, params=about)
+        self.define(x, "given", given)
         self.nodes(x.get("nodes"), "")
-        returns = self.read(x, "returns")
-        self.define(x, "out", marks.end(token, call, returns, _seen(x, "seen_results")))
+        returns = self.atoms("returns", x)
+        about = dict(call=call, kind="end", seen=_seen(x, "seen_results"))
+        avals = [y.aval for y in returns]
+        self.define(x, "out", self.add(begin, [token, *returns], avals, params=about))
+
+
+@functools.cache
+def _mark() -> tuple[JaxprEqn, Aval]:
+    """A mark of a call without arguments, and the type of its token."""
+    jaxpr = jax.make_jaxpr(lambda: marks.begin(None, ()))().jaxpr  # type: ignore[arg-type]
+    return jaxpr.eqns[0], jaxpr.eqns[0].outvars[0].aval
+
+
+def _with_parts(closed: ClosedJaxpr, constants: Any, parts: dict[str, Any]) -> ClosedJaxpr:
+    """A program with other constants, `(variable, value)`, equations and results."""
+    constvars, consts = [v for v, _ in constants], [x for _, x in constants]
+    parts |= dict(constvars=constvars, debug_info=closed.jaxpr.debug_info)
+    # From JAX 0.12 on, closed and open jaxprs are one class, whose `jaxpr` is the object itself.
+    if closed.jaxpr is closed:
+        return closed.replace(**parts, consts=consts)
+    return closed.replace(jaxpr=closed.jaxpr.replace(**parts), consts=consts)
 
 
 def _class(name: Json, types: Mapping[str, type]) -> type | None:
@@ -282,12 +420,6 @@ def _class(name: Json, types: Mapping[str, type]) -> type | None:
         return None
     of_type(name, str, "the class of a module")
     return types.get(name) or type(name, (), {"__doc__": "A class that only a file names."})
-
-
-def _scoped(scope: str) -> Any:
-    """The name stack of an equation in this scope."""
-    outer = source_info_util.current_name_stack()
-    return outer + source_info_util.new_name_stack(scope) if scope else outer
 
 
 def _literal(x: Json) -> Array:

@@ -437,9 +437,13 @@ def _nodes(jaxpr: Jaxpr) -> tuple[Node, ...]:
     have only an `end`. Then the equations are the same, and the call has fewer of them, or none.
     """
     open_calls: list[tuple[Any, list[Node]]] = [(None, [])]
+    known: dict[int, EqnParams] = {}  # by the `id` of parameters, which equations may share
     for eqn in jaxpr.eqns:
         if eqn.primitive is not mark_p:
-            open_calls[-1][1].append(_leaf(eqn))
+            params = known.get(id(eqn.params))
+            if params is None:
+                params = known[id(eqn.params)] = _without_marks_in(eqn.params)
+            open_calls[-1][1].append(_leaf(eqn, params))
         elif eqn.params["kind"] == "begin":
             open_calls.append((eqn, []))
         else:
@@ -474,11 +478,10 @@ def _module_call(begin: Any, end: JaxprEqn, children: Sequence[Node]) -> ModuleC
     return ModuleCall(call, given, tuple(children), returns, outputs, seen, end.params["seen"])
 
 
-def _leaf(eqn: JaxprEqn) -> Equation:
-    params = _without_marks_in(eqn.params)
-    return (
-        Equation(eqn) if params is eqn.params else Equation(eqn.replace(params=params), eqn.params)
-    )
+def _leaf(eqn: JaxprEqn, params: EqnParams) -> Equation:
+    if params is eqn.params:
+        return Equation(eqn)
+    return Equation(eqn.replace(params=params), eqn.params)
 
 
 def _without_marks_in(params: EqnParams) -> Any:

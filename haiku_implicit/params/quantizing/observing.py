@@ -101,12 +101,17 @@ def inputs_of(
     statistic, join = _STATISTICS[needed]
     statistics = dict.fromkeys(paths, statistic)
     zeros = model.zeros(statistics)
-    total = functools.partial(model.total, statistics)
-    step = jax.jit(lambda *args: jax.tree.map(statistic.read, jax.grad(total)(*args)))
+
+    # (Parameters are an argument: constants of a program are compiled with it.)
+    @jax.jit
+    def step(params: Params, zeros: Any, batch: tuple[Any, ...]) -> dict[str, jax.Array]:
+        total = functools.partial(model._replace(params=params).total, statistics)
+        return jax.tree.map(statistic.read, jax.grad(total)(zeros, {}, batch))
+
     found = None
     with progress.bar("calibration batches", operator.length_hint(batches) or None) as run:
         for batch in batches:
-            new = run("", step, zeros, {}, arguments_of(batch))
+            new = run("", step, model.params, zeros, arguments_of(batch))
             found = new if found is None else jax.tree.map(join, found, new)
     if found is None:
         raise ValueError("batches: expected at least one, got none")
