@@ -42,6 +42,14 @@ inline Sum add_step(Sum to, Wide a, Wide b) { return add_products(to, a, b); }
 inline Floats as_floats(Sum sum) { return __builtin_convertvector(sum, Floats); }
 #endif
 
+// A sum that the compiler does not put together with later ones: that takes more registers.
+inline Sum in_order(Sum sum) {
+#if defined(HKI_TILES_OF_16_BITS)
+  asm("" : "+x"(sum));
+#endif
+  return sum;
+}
+
 // How many steps of a group with so many are summed before they are scaled: an even number, so that the
 // sums, which start with what values have too much, fit their bits. The products of a step are at most
 // 2 * 128 times the largest value, for each 16 bits.
@@ -240,29 +248,35 @@ class Tile {
     const int32_t* codes = x_.codes_at(group, from, m0);
     const int32_t* start = x_.start + (group * x_.pieces + piece) * x_.rows + m0;
     const float* scale = x_.scale + group * x_.rows + m0;
+    const int64_t width = x_.width;
+    constexpr int kUsual = 8;  // steps
     const Floats first = load<Floats>(scales_ + group * kTall);
     const Floats second = load<Floats>(scales_ + group * kTall + kLanes);
     for (int64_t m = 0; m < columns; m += kTogether) {
       Sum sums[kTogether][2];
-      HKI_UNROLL
-      for (int i = 0; i < kTogether; ++i) sums[i][0] = sums[i][1] = (Sum)(Ints{} + start[m + i]);
+      repeat<kTogether>([&](auto i) HKI_INLINED { sums[i][0] = sums[i][1] = (Sum)(Ints{} + start[m + i]); });
       const int32_t* of_x = codes + m;
-      for (int64_t step = 0; step < steps; ++step, of_x += x_.width) {
-        const Wide one = tile[2 * step], other = tile[2 * step + 1];
-        HKI_UNROLL
-        for (int i = 0; i < kTogether; ++i) {
-          const Wide four = (Wide)(Ints{} + of_x[i]);
-          sums[i][0] = add_step(sums[i][0], one, four);
-          sums[i][1] = add_step(sums[i][1], other, four);
-        }
-      }
-      HKI_UNROLL
-      for (int i = 0; i < kTogether; ++i) {
+      const Wide* of_tile = tile;
+      const auto add_steps = [&](auto count) HKI_INLINED {
+        repeat<count>([&](auto) HKI_INLINED {
+          const Wide one = of_tile[0], other = of_tile[1];
+          repeat<kTogether>([&](auto i) HKI_INLINED {
+            const Wide four = (Wide)(Ints{} + of_x[i]);
+            sums[i][0] = in_order(add_step(sums[i][0], one, four));
+            sums[i][1] = in_order(add_step(sums[i][1], other, four));
+          });
+          of_tile += 2, of_x += width;
+        });
+      };
+      int64_t left = steps;
+      for (; left >= kUsual; left -= kUsual) add_steps(std::integral_constant<int, kUsual>());
+      for (; left; --left) add_steps(std::integral_constant<int, 1>());
+      repeat<kTogether>([&](auto i) HKI_INLINED {
         float* at = totals_ + (m + i) * kTall;
         const float of_row = scale[m + i];
         store(at, load<Floats>(at) + as_floats(sums[i][0]) * (first * of_row));
         store(at + kLanes, load<Floats>(at + kLanes) + as_floats(sums[i][1]) * (second * of_row));
-      }
+      });
     }
   }
 

@@ -208,12 +208,16 @@ struct Team {
     for (int64_t i = 0; i < count; ++i) task(i);
   }
 
-  // Runs `task(first, last)` for parts of `size` (a multiple of `unit`) of `n`, at least two for each.
+  // Runs `task(first, last)` for parts of up to `size` (a multiple of `unit`) of `n`: at least two for each
+  // thread, of a size for which none of them waits long for others.
   template <typename Function>
   void parts(int64_t n, int64_t unit, int64_t size, const Function& function) const {
     while (size > unit && n < 2 * threads * size) size -= unit;
-    each((n + size - 1) / size,
-         [&](int64_t i) { function(i * size, std::min(n, (i + 1) * size)); });
+    const auto time = [&](int64_t size) { return (n + threads * size - 1) / (threads * size) * size; };
+    int64_t best = size;
+    for (int64_t less = size - unit; threads > 1 && less >= size / 2 && less > 0; less -= unit)
+      if (time(less) < time(best)) best = less;
+    each((n + best - 1) / best, [&](int64_t i) { function(i * best, std::min(n, (i + 1) * best)); });
   }
 };
 
