@@ -473,7 +473,6 @@ def test_process_that_fork_makes():
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], check=True)
 
 
-
 @pytest.mark.slow
 @with_compiler
 def test_processes_that_start_at_once(tmp_path):
