@@ -5,10 +5,12 @@ and an embedding that may also be the output projection.
 """
 
 import dataclasses
+import functools
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,22 +58,38 @@ class LlamaConfig:
         return self.dim // self.num_heads
 
 
-def rotate(x: jax.Array, positions: jax.Array, base: float, interleaved: bool) -> jax.Array:
-    """Applies the rotary position embedding of https://arxiv.org/abs/2104.09864.
+@functools.cache
+def rotations(length: int, head_dim: int, base: float) -> tuple[np.ndarray, np.ndarray]:
+    """Sines and cosines of the rotary position embedding of https://arxiv.org/abs/2104.09864.
+
+    They are constants, because XLA would compute sines again for each layer and head.
+
+    Args:
+        length: Number of positions.
+        head_dim: Width of a head.
+        base: Pair ``i`` turns by ``position * base ** (-2i / head_dim)`` radians.
+
+    Returns:
+        Sines and cosines, each ``[length, 1, head_dim / 2]`` float32.
+    """
+    frequencies = base ** (-np.arange(0, head_dim, 2) / head_dim)
+    angles = np.arange(length)[:, None, None] * frequencies
+    return np.sin(angles).astype(np.float32), np.cos(angles).astype(np.float32)
+
+
+def rotate(x: jax.Array, sin: jax.Array, cos: jax.Array, interleaved: bool) -> jax.Array:
+    """Applies the rotary position embedding.
 
     Args:
         x: Queries or keys, ``[batch, time, heads, head_dim]``.
-        positions: Position of each time step, ``[time]``.
-        base: Pair ``i`` turns by ``position * base ** (-2i / head_dim)`` radians.
+        sin: Sines for the position of each time step, see ``rotations``.
+        cos: Cosines.
         interleaved: Which elements form a pair, see ``LlamaConfig.rope_interleaved``.
 
     Returns:
         The turned queries or keys, with the shape and dtype of ``x``.
     """
-    head_dim = x.shape[-1]
-    frequencies = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions[:, None, None] * frequencies  # [time, 1, head_dim / 2]
-    sin, cos = jnp.sin(angles).astype(x.dtype), jnp.cos(angles).astype(x.dtype)
+    sin, cos = sin.astype(x.dtype), cos.astype(x.dtype)
     if interleaved:
         first, second = x[..., ::2], x[..., 1::2]
     else:
@@ -110,8 +128,10 @@ class Attention(hk.Module):
 
         start = 0 if cache_length is None else hk.get_state("position", [], jnp.int32, jnp.zeros)
         positions = start + jnp.arange(time)
-        query = rotate(query, positions, config.rope_base, config.rope_interleaved)
-        key = rotate(key, positions, config.rope_base, config.rope_interleaved)
+        of_all = rotations(cache_length or time, config.head_dim, config.rope_base)
+        sin, cos = (jax.lax.dynamic_slice_in_dim(x, start, time) for x in of_all)
+        query = rotate(query, sin, cos, config.rope_interleaved)
+        key = rotate(key, sin, cos, config.rope_interleaved)
         if cache_length is not None:
             key, value = (
                 remember(name, x, start, cache_length)

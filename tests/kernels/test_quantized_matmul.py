@@ -449,6 +449,30 @@ def start(**environment):
     )
 
 
+FORK = """
+import os, signal
+import jax, jax.numpy as jnp, numpy as np
+import haiku_implicit as hki
+
+jax.config.update("jax_cpu_enable_async_dispatch", False)  # (XLA's own threads are not there either.)
+q = hki.QuantizedMatrix.quantize(jnp.sin(jnp.arange(1024.0 * 1024)).reshape(1024, 1024), "int4", 32)
+multiply = jax.jit(hki.use_implicit_args(jnp.dot))
+x = jnp.cos(jnp.arange(4 * 1024.0)).reshape(4, 1024)
+expected = np.asarray(multiply(x, q))
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # ends a process that waits for threads that are not there
+    os._exit(not np.array_equal(multiply(x, q), expected))
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.slow
+@with_compiler
+def test_process_that_fork_makes():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], check=True)
+
+
 @pytest.mark.slow
 @with_compiler
 def test_processes_that_start_at_once(tmp_path):

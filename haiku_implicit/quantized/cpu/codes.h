@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "call.h"
 #include "threads.h"
@@ -52,6 +53,17 @@ inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit 
 
 // Loops over a few vectors, which are kept in registers only if it is unrolled.
 #define HKI_UNROLL _Pragma("GCC unroll 16")
+
+// Calls `f(i)` for constants i < n: so many vectors stay in registers, unlike in some of those loops.
+#define HKI_INLINED __attribute__((always_inline))
+template <class F, int... i>
+HKI_INLINE void repeat(const F& f, std::integer_sequence<int, i...>) {
+  (f(std::integral_constant<int, i>()), ...);
+}
+template <int n, class F>
+HKI_INLINE void repeat(const F& f) {
+  repeat(f, std::make_integer_sequence<int, n>());
+}
 
 inline void store(float* p, Floats value) { std::memcpy(p, &value, sizeof(value)); }
 

@@ -42,6 +42,14 @@ inline Sum add_step(Sum to, Wide a, Wide b) { return add_products(to, a, b); }
 inline Floats as_floats(Sum sum) { return __builtin_convertvector(sum, Floats); }
 #endif
 
+// A sum that the compiler does not put together with later ones: that takes more registers.
+inline Sum in_order(Sum sum) {
+#if defined(HKI_TILES_OF_16_BITS)
+  asm("" : "+x"(sum));
+#endif
+  return sum;
+}
+
 // How many steps of a group with so many are summed before they are scaled: an even number, so that the
 // sums, which start with what values have too much, fit their bits. The products of a step are at most
 // 2 * 128 times the largest value, for each 16 bits.
@@ -59,7 +67,7 @@ int64_t together(const Integers& w, int64_t steps) {
 struct Columns {
   int64_t rows, steps, in_piece, pieces, groups;  // steps and pieces of a group; rows are whole `kRounded`
   int64_t width;   // rows that are beside each other: `kColumns`, or all
-  int32_t* codes;  // [rows / width, groups, steps, width]: four each
+  int32_t* codes;  // [rows / width, groups, width / kTogether, steps, kTogether]: four each
   int32_t* start;  // [groups, pieces, rows]: sums of codes times what values have too much, negative
   float *scale, *sums;  // [groups, rows]
 
@@ -71,9 +79,10 @@ struct Columns {
         groups(w.w.groups),
         width(std::min(rows, kColumns)) {}
 
-  // The codes of a step of a group and a row, and of the rows after it.
+  // The codes of a step of a group and a row, and of the rows that are multiplied together with it.
   int32_t* codes_at(int64_t group, int64_t step, int64_t row) const {
-    return codes + ((row / width * groups + group) * steps + step) * width + row % width;
+    const int64_t column = row % width / kTogether * kTogether;
+    return codes + ((row / width * groups + group) * width + column) * steps + step * kTogether;
   }
   int64_t size() const { return groups * rows * (steps + pieces + 2); }
   void place(float* memory) {
@@ -111,7 +120,8 @@ struct Columns {
             HKI_UNROLL
             for (int r = 0; r < kLanes; ++r) std::memcpy(&four[r], from + r * stride, 4);
             four &= static_cast<int32_t>(0xffffffff >> (32 - bits));
-            std::memcpy(codes_at(i, step, row), &four, sizeof(four));
+            for (int64_t r = 0; r < kLanes; r += kTogether)
+              std::memcpy(codes_at(i, step, row + r), &four[r], kTogether * sizeof(int32_t));
             sum = add_step(sum, Wide{} + 1, (Wide)four);
           }
           total += as_floats(sum);
@@ -169,14 +179,21 @@ class Tile {
     decode();
     for (int64_t m0 = 0; m0 < m; m0 += kColumns) {
       const int64_t columns = round_up(std::min(kColumns, m - m0), kTogether);
-      std::fill_n(totals_, columns * kTall, 0.0f);
+      for (int64_t i = 0; i < columns; ++i)
+        for (int v = 0; v < 2; ++v) store(totals_ + i * kTall + v * kLanes, Floats{});
       for (int64_t group = 0; group < x_.groups; ++group) {
         if (m0 == 0) ask_for_next(group);
-        for (int64_t piece = 0; piece < x_.pieces; ++piece) add(group, piece, m0, columns);
+        for (int64_t piece = 0; piece < x_.pieces; ++piece)
+          x_.steps == kUsual ? add<kUsual>(group, piece, m0, columns) : add<0>(group, piece, m0, columns);
       }
       for (int64_t i = 0; w_.offset.data && i < columns; i += kTogether) add_offsets(m0, i);
-      for (int64_t i = 0; i < std::min(columns, m - m0); ++i)
-        std::copy_n(totals_ + i * kTall, last - first, y + (m0 + i) * w_.rows + first);
+      for (int64_t i = 0; i < std::min(columns, m - m0); ++i) {
+        float *out = y + (m0 + i) * w_.rows + first, *total = totals_ + i * kTall;
+        if (last - first == kTall)
+          std::memcpy(out, total, kTall * sizeof(float));  // (without a call)
+        else
+          std::copy_n(total, last - first, out);
+      }
     }
   }
 
@@ -233,9 +250,13 @@ class Tile {
       }
   }
 
-  // Adds the products of a piece of a group with rows of x.
+  static constexpr int kUsual = 8;  // steps of groups of 32, and so many at a time
+
+  // Adds the products of a piece of a group, of so many steps if these are known, with rows of x.
+  template <int known>
   void add(int64_t group, int64_t piece, int64_t m0, int64_t columns) {
-    const int64_t from = piece * x_.in_piece, steps = std::min(x_.in_piece, x_.steps - from);
+    const int64_t from = piece * x_.in_piece;
+    const int64_t steps = known ? known : std::min(x_.in_piece, x_.steps - from);
     const Wide* tile = tile_ + 2 * (group * x_.steps + from);
     const int32_t* codes = x_.codes_at(group, from, m0);
     const int32_t* start = x_.start + (group * x_.pieces + piece) * x_.rows + m0;
@@ -244,25 +265,29 @@ class Tile {
     const Floats second = load<Floats>(scales_ + group * kTall + kLanes);
     for (int64_t m = 0; m < columns; m += kTogether) {
       Sum sums[kTogether][2];
-      HKI_UNROLL
-      for (int i = 0; i < kTogether; ++i) sums[i][0] = sums[i][1] = (Sum)(Ints{} + start[m + i]);
-      const int32_t* of_x = codes + m;
-      for (int64_t step = 0; step < steps; ++step, of_x += x_.width) {
-        const Wide one = tile[2 * step], other = tile[2 * step + 1];
-        HKI_UNROLL
-        for (int i = 0; i < kTogether; ++i) {
-          const Wide four = (Wide)(Ints{} + of_x[i]);
-          sums[i][0] = add_step(sums[i][0], one, four);
-          sums[i][1] = add_step(sums[i][1], other, four);
-        }
-      }
-      HKI_UNROLL
-      for (int i = 0; i < kTogether; ++i) {
+      repeat<kTogether>([&](auto i) HKI_INLINED { sums[i][0] = sums[i][1] = (Sum)(Ints{} + start[m + i]); });
+      const int32_t* of_x = codes + m * x_.steps;
+      const Wide* of_tile = tile;
+      const auto add_steps = [&](auto count) HKI_INLINED {
+        repeat<count>([&](auto) HKI_INLINED {
+          const Wide one = of_tile[0], other = of_tile[1];
+          repeat<kTogether>([&](auto i) HKI_INLINED {
+            const Wide four = (Wide)(Ints{} + of_x[i]);
+            sums[i][0] = in_order(add_step(sums[i][0], one, four));
+            sums[i][1] = in_order(add_step(sums[i][1], other, four));
+          });
+          of_tile += 2, of_x += kTogether;
+        });
+      };
+      int64_t left = steps;
+      for (; left >= kUsual; left -= kUsual) add_steps(std::integral_constant<int, kUsual>());
+      for (; left; --left) add_steps(std::integral_constant<int, 1>());
+      repeat<kTogether>([&](auto i) HKI_INLINED {
         float* at = totals_ + (m + i) * kTall;
         const float of_row = scale[m + i];
         store(at, load<Floats>(at) + as_floats(sums[i][0]) * (first * of_row));
         store(at + kLanes, load<Floats>(at + kLanes) + as_floats(sums[i][1]) * (second * of_row));
-      }
+      });
     }
   }
 

@@ -401,6 +401,7 @@ constexpr int64_t kDepth = kLanes == 8 ? 320 : 640;  // terms of a sum at a time
 constexpr int64_t kWhole = 128;         // larger groups may be divided between these
 constexpr int64_t kBlock = 96;          // rows of the matrix that are decoded at a time
 constexpr int64_t kMany = 512;          // rows of activations that they are decoded for
+constexpr int64_t kNarrow = 512;        // elements of rows of the matrix that are decoded at a time
 
 // out[j, i] = in[i, j] for i < rows, j < columns, of which `block` are taken at a time. Their rows of
 // `out`, and four of `in`, should not share few sets of the nearest cache, as powers of two apart do.
@@ -618,8 +619,13 @@ void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const
             float* packed, float* y, Team team) {
   if (along && x.rows <= kFew && w.stored <= kShort && w.rounding == kNone) {
     along_short_rows(w, blocks, kind, x, y, team);
+  } else if (along && w.length <= kNarrow && x.rows > w.length) {
+    team.parts(x.rows, kTileRows, kNarrow / kTileRows * kTileRows, [&](int64_t first, int64_t last) {
+      const Activations some{x.data + first * x.stride, last - first, x.length, x.stride};
+      along_rows(w, blocks, kind, some, 0, w.length, y + first * w.length);
+    });
   } else if (along) {
-    team.parts(w.length, kWidest, 512, [&](int64_t first, int64_t last) {
+    team.parts(w.length, kWidest, kNarrow, [&](int64_t first, int64_t last) {
       along_rows(w, blocks, kind, x, first, last, y);
     });
   } else if (by_digits(w, x, y, team)) {
@@ -661,7 +667,7 @@ void handle(const Call& call) {
   w.bias = call.number<int64_t>("bias");
   w.rounding = static_cast<Rounding>(call.number<int64_t>("rounding"));
   const Blocks blocks(w);
-  const int64_t products = w.rows * w.length * std::min(m, kFew);
+  const int64_t products = w.rows * w.length * m;
   over_batch(batch, products, call.threads(), m <= few(w, kind, along_rows), [&](int64_t b, Team team) {
     const Activations rows{x.floats() + b * m * in, m, in, in};
     matmul(w.from(layout.first(b), scale, offset), blocks, kind, along_rows, rows, packed.floats(),

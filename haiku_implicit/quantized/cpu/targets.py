@@ -11,7 +11,7 @@ from typing import NamedTuple
 HERE = pathlib.Path(__file__).parent
 _NAMES = ("quantized_matmul", "integer_matmul", "trellis", "trellis_matmul")
 SOURCES = [HERE / f"{name}.cc" for name in _NAMES]
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-w")
 
 
 class Target(NamedTuple):

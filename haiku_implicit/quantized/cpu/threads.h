@@ -6,6 +6,8 @@
 #ifndef HAIKU_IMPLICIT_KERNELS_THREADS_H_
 #define HAIKU_IMPLICIT_KERNELS_THREADS_H_
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -62,7 +64,7 @@ class __attribute__((visibility("hidden"))) Threads {
   // Runs `task(i)` for all i < tasks, here and on others that have nothing to do. Those that sleep are
   // only woken if `wake`.
   void run(int64_t tasks, const Task& task, bool wake) {
-    Call* const call = tasks < 2 || !wake && asleep_ == count() - 1 ? nullptr : unused();
+    Call* const call = tasks < 2 || alone_ || !wake && asleep_ == count() - 1 ? nullptr : unused();
     if (!call) {
       for (int64_t i = 0; i < tasks; ++i) task(i);
       return;
@@ -108,6 +110,8 @@ class __attribute__((visibility("hidden"))) Threads {
   };
 
   Threads() {
+    // A process that `fork` makes has only the thread that called it, and locks as they were.
+    pthread_atfork(nullptr, nullptr, [] { alone_ = true; });
     for (int64_t i = 1; i < count(); ++i)
       std::thread([this, i] { serve(i); }).detach();
   }
@@ -135,7 +139,7 @@ class __attribute__((visibility("hidden"))) Threads {
 
   // Wakes threads that sleep, if one of them may run and there are tasks that they are woken for.
   void wake_for(bool wake) {
-    if (!wake || !asleep_ || !may_run(1)) return;
+    if (!wake || alone_ || !asleep_ || !may_run(1)) return;
     if (std::none_of(calls_, calls_ + kCalls, [](const Call& c) { return c.wake && c.open(); })) return;
     const std::lock_guard<std::mutex> hold(sleep_);
     wake_.notify_all();
@@ -176,6 +180,7 @@ class __attribute__((visibility("hidden"))) Threads {
   std::mutex sleep_;
   std::condition_variable wake_;
   std::atomic<int64_t> asleep_{0}, busy_{0};
+  inline static bool alone_ = false;
 };
 
 }  // namespace haiku_implicit
@@ -208,12 +213,16 @@ struct Team {
     for (int64_t i = 0; i < count; ++i) task(i);
   }
 
-  // Runs `task(first, last)` for parts of `size` (a multiple of `unit`) of `n`, at least two for each.
+  // Runs `task(first, last)` for parts of up to `size` (a multiple of `unit`) of `n`: at least two for each
+  // thread, of a size for which none of them waits long for others.
   template <typename Function>
   void parts(int64_t n, int64_t unit, int64_t size, const Function& function) const {
     while (size > unit && n < 2 * threads * size) size -= unit;
-    each((n + size - 1) / size,
-         [&](int64_t i) { function(i * size, std::min(n, (i + 1) * size)); });
+    const auto time = [&](int64_t size) { return (n + threads * size - 1) / (threads * size) * size; };
+    int64_t best = size;
+    for (int64_t less = size - unit; threads > 1 && less >= size / 2 && less > 0; less -= unit)
+      if (time(less) < time(best)) best = less;
+    each((n + best - 1) / best, [&](int64_t i) { function(i * best, std::min(n, (i + 1) * best)); });
   }
 };
 
