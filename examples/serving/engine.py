@@ -335,7 +335,8 @@ class Engine:
     def _next_to_read(self) -> list[int]:
         """Gives free slots to waiting requests; returns the slots whose prompts a call reads next.
 
-        It is one, or several with a short piece each if these are more tokens.
+        It is one, or several, of which a call reads a short piece each: for one of these it takes less
+        than half as long as a call for that prompt alone.
         """
         sizes = self.programs.sizes
         with self._lock:
@@ -346,7 +347,8 @@ class Engine:
             slots = [*itertools.islice(self._reading, sizes.readers)]
             left = [len(r.prompt) - r.read for r in map(self._running.get, slots)]
             together = sum(min(sizes.pieces[0], n) for n in left)
-            return slots if left and together > min(sizes.pieces[-1], left[0]) else slots[:1]
+            alone = min([sizes.pieces[-1], *left[:1]])
+            return slots if 2 * together > sizes.readers * alone else slots[:1]
 
     def _read(self, slots: list[int]) -> int:
         """Reads the next pieces of prompts; returns their length, including padding."""

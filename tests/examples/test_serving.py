@@ -223,7 +223,7 @@ def test_a_call_decodes_several_tokens_while_few_requests_run(bursting):
         bursting.submit(one)
     run_all(bursting)
     # Two tokens each; the shorter answer then leaves, and the other one has four of a call.
-    assert bursting.programs.calls == [[[0], [10]], (2, 2), (4, 2), (4, 2), (2, 2)]
+    assert bursting.programs.calls == [[0], [10], (2, 2), (4, 2), (4, 2), (2, 2)]
     for start, (_, got) in zip((0, 10), asked, strict=True):
         assert got == [*range(start + 1, 2 * start + 4), Finished("length")]
 
@@ -239,16 +239,16 @@ def test_a_call_decodes_one_token_while_prompts_are_read(bursting):
     for one, _ in asked:
         bursting.submit(one)
     run_all(bursting)
-    calls = [long[:8], (1, 1), [short, long[8:12]], (1, 3), long[12:], (2, 2)]
+    calls = [long[:8], (1, 1), short, long[8:16], (1, 3), long[16:], (2, 2)]
     assert bursting.programs.calls[: len(calls)] == calls
     for (one, got), want in zip(asked, ([20, 21], [52, 53]), strict=True):
         assert got == [*want, Finished("length")] and one.state is None
 
 
-def test_a_call_reads_short_pieces_of_several_prompts_if_these_are_more_tokens():
+def test_a_call_reads_short_pieces_of_several_prompts():
     sizes = Sizes(length=32, pieces=(4, 8), widths=(4,), readers=3)
     engine = Engine(plain_server.Counting(sizes), None, base="base", queue=4, budget=12)
-    prompts = [[*range(10 * i, 10 * i + n)] for i, n in enumerate((9, 6, 4, 1))]
+    prompts = [[*range(10 * i, 10 * i + n)] for i, n in enumerate((6, 7, 4, 1))]
     asked = [request(prompt, "base", 2) for prompt in prompts]
     for one, _ in asked:
         engine.submit(one)
@@ -257,7 +257,7 @@ def test_a_call_reads_short_pieces_of_several_prompts_if_these_are_more_tokens()
     engine.cancel(gone)  # in the middle of its prompt
     run_all(engine)
     first, gone, third, last = prompts
-    calls = [[first[:4], gone[:4], third], (1, 3), [last, first[4:8]], first[8:], (1, 4)]
+    calls = [[first[:4], gone[:4], third], (1, 3), [last, first[4:]], (1, 4)]
     assert engine.programs.calls == calls
     assert heard == [Finished("cancelled")]
     for i in (0, 2, 3):
@@ -270,7 +270,7 @@ def test_a_call_ends_with_the_first_answer_while_others_wait_for_a_slot():
     for i, count in ((0, 3), (10, 9), (20, 1)):
         engine.submit(request([i], "base", count)[0])
     run_all(engine)
-    assert engine.programs.calls == [[[0], [10]], (2, 2), [20], (6, 2)]
+    assert engine.programs.calls == [[0], [10], (2, 2), [20], (6, 2)]
 
 
 def test_cancelling_while_the_prompt_is_read(bursting):
