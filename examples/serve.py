@@ -40,6 +40,7 @@ _WIDTHS = flags.DEFINE_list(
 _BURST = flags.DEFINE_integer(
     "burst", 8, "Tokens that a call decodes, if fewer requests than that are running.", 1
 )
+_READERS = flags.DEFINE_integer("readers", 8, "How many prompts a call may read.", 1)
 _QUEUE = flags.DEFINE_integer("queue", 256, "How many requests may wait.", 0)
 _HOST = flags.DEFINE_string(
     "host", "127.0.0.1", "The address to listen at. There are no passwords."
@@ -96,7 +97,7 @@ def make_engine(checkpoint: smollm.Checkpoint) -> engines.Engine:
     """Makes the engine from the flags."""
     try:
         pieces, widths = (tuple(map(int, flag.value)) for flag in (_PIECES, _WIDTHS))
-        sizes = Sizes(_LENGTH.value, pieces, widths, _BURST.value)
+        sizes = Sizes(_LENGTH.value, pieces, widths, _BURST.value, _READERS.value)
     except ValueError as error:
         raise InputError(f"--pieces, --widths: {error}") from error
     bank = hki.AdapterBank.of(

@@ -1,4 +1,4 @@
-"""The server's compiled programs: reading a piece of a prompt, and decoding for all running requests.
+"""The server's compiled programs: reading pieces of prompts, and decoding for all running requests.
 
 Each running request has a row: the factors of its adapter, and its state, which is a whole Haiku state
 for a batch of one with its own position. The model knows nothing of this: `jax.vmap` runs it.
@@ -25,12 +25,14 @@ class Sizes:
       pieces: lengths of the pieces in which prompts are read; the last piece of a prompt is padded.
       widths: numbers of rows that a call decodes; the last one is the number of slots.
       burst: how many tokens a call decodes, for all requests together, if they are fewer than that.
+      readers: how many prompts a call may read, a piece of the first length of each.
     """
 
     length: int
     pieces: tuple[int, ...]
     widths: tuple[int, ...]
     burst: int = 8
+    readers: int = 8
 
     def __post_init__(self):
         for name in ("pieces", "widths"):
@@ -69,6 +71,10 @@ class Sampling(NamedTuple):
     top_p: Any = 1.0
     seed: Any = 0
     index: Any = 0
+
+    def padded(self, rows: int) -> "Sampling":
+        """Returns arrays, from lists, with rows of zeros after them."""
+        return Sampling(*([*x, *[0] * rows] for x in self)).as_arrays()
 
     def as_arrays(self) -> "Sampling":
         dtypes = (np.float32, np.float32, np.uint32, np.int32)
@@ -119,26 +125,31 @@ class Programs:
     def read(
         self,
         bank: list[jax.Array],
-        adapter: int,
-        state: list[jax.Array],
-        tokens: list[int],
+        adapters: list[int],
+        states: list[list[jax.Array]],
+        pieces: list[list[int]],
         size: int,
         how: Sampling,
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """Reads a piece of a prompt, and returns the token after it and the next state.
+    ) -> tuple[list[int], list[list[jax.Array]]]:
+        """Reads a piece of each prompt, and returns the tokens after them and the next states.
 
         Args:
           bank: its leaves.
-          adapter: the prompt's slot in the bank.
-          state: the request's state, `empty` before the first piece.
-          tokens: the tokens of the piece.
-          size: the length that they are padded to, one of `sizes.pieces`.
-          how: the sampling settings, as numbers.
+          adapters: the prompts' slots in the bank.
+          states: the requests' states, `empty` before the first piece.
+          pieces: the tokens of one prompt, or of up to `sizes.readers`.
+          size: the length that they are padded to: one of `sizes.pieces`, the first one for many.
+          how: the sampling settings, lists as long.
         """
-        padded = np.zeros(size, np.int32)
-        padded[: len(tokens)] = tokens
-        where = np.asarray([adapter, len(tokens)], np.int32)
-        return self._read(bank, state, where, padded, how.as_arrays())
+        padding = (1 if len(pieces) == 1 else self.sizes.readers) - len(pieces)
+        tokens = np.zeros((len(pieces) + padding, size), np.int32)
+        for row, piece in zip(tokens, pieces, strict=False):
+            row[: len(piece)] = piece
+        counts = [*map(len, pieces), *[1] * padding]
+        where = np.asarray([[*adapters, *[0] * padding], counts], np.int32)
+        states = [*states, *[self.empty] * padding]
+        out, states = self._read(bank, states, where, tokens, how.padded(padding))
+        return np.asarray(out)[: len(pieces)].tolist(), states[: len(pieces)]
 
     def join(self, bank: list[jax.Array], adapter: int, state: list[jax.Array], slot: int) -> None:
         """Writes a request's state and its adapter's factors into a row, whatever it held before."""
@@ -157,10 +168,9 @@ class Programs:
           steps: 1 to `sizes.burst`.
         """
         self._make_width(len(tokens))
-        padding = [0] * (self.width - len(tokens))
-        tokens = np.asarray([*tokens, *padding], np.int32)
-        how = Sampling(*([*x, *padding] for x in how)).as_arrays()
-        out, self._rows = self._decode(bank, self._rows, tokens, how, np.int32(steps))
+        padding = self.width - len(tokens)
+        last = np.asarray([*tokens, *[0] * padding], np.int32)
+        out, self._rows = self._decode(bank, self._rows, last, how.padded(padding), np.int32(steps))
         return np.asarray(out)[:steps].tolist()
 
     def _make_width(self, least: int) -> None:
@@ -171,15 +181,20 @@ class Programs:
             width = widths[now + (1 if wanted > now else -1)]
             self._rows = self._resize(self._rows, width=width)
 
-    def _read_of(self, bank, state, where, tokens, how):
-        adapter, count = where
-        bank, state = jax.tree.unflatten(self._bank, bank), jax.tree.unflatten(self._state, state)
-        logits, after = self._model.apply(
-            bank.select(adapter), state, None, tokens[None], count - 1
-        )
-        # The padding's keys come after the position: masked, and later overwritten.
-        after = at_position(after, state, count)
-        return choose(logits[0, 0], how), jax.tree.leaves(after)
+    def _read_of(self, bank, states, where, tokens, how):
+        bank = jax.tree.unflatten(self._bank, bank)
+
+        def one(adapter, count, state, tokens):
+            state = jax.tree.unflatten(self._state, state)
+            logits, after = self._model.apply(
+                bank.select(adapter), state, None, tokens[None], count - 1
+            )
+            # The padding's keys come after the position: masked, and later overwritten.
+            return logits[0, 0], jax.tree.leaves(at_position(after, state, count))
+
+        stacked = [jnp.stack(x) for x in zip(*states, strict=True)]
+        logits, after = jax.vmap(one)(*where, stacked, tokens)
+        return choose_each(logits, how), [[x[i] for x in after] for i in range(len(states))]
 
     def _join_of(self, bank, rows, state, where):
         adapter, slot = where
@@ -204,9 +219,7 @@ class Programs:
         def step(i, carry):
             state, tokens, out = carry
             logits, state = jax.vmap(one)(factors, state, tokens)
-            # A loop, which evaluates only one branch of conditions, unlike `jax.vmap`.
-            now = how._replace(index=how.index + i)
-            tokens = jax.lax.map(lambda args: choose(*args), (logits, now))
+            tokens = choose_each(logits, how._replace(index=how.index + i))
             return state, tokens, out.at[i].set(tokens)
 
         state = jax.tree.unflatten(self._state, rows[len(of_factors) :])
@@ -232,6 +245,12 @@ def at_position(state: Any, before: Any, count: jax.Array) -> Any:
         }
         for module, values in state.items()
     }
+
+
+def choose_each(logits: jax.Array, how: Sampling) -> jax.Array:
+    """Returns the next token of each row."""
+    # A loop, which evaluates only one branch of conditions, unlike `jax.vmap`.
+    return jax.lax.map(lambda args: choose(*args), (logits, how))
 
 
 def choose(logits: jax.Array, how: Sampling) -> jax.Array:

@@ -10,7 +10,7 @@ class Counting:
     """In place of compiled programs: the tokens after a prompt go on from its last one.
 
     Attributes:
-      calls: the tokens of each piece that was read, and the shape (steps, rows) of each decoding.
+      calls: the pieces of each reading (its tokens, if it is one), and the shape (steps, rows) of each decoding.
     """
 
     empty = ()
@@ -21,10 +21,13 @@ class Counting:
     def leaves_of(self, bank):
         return []
 
-    def read(self, bank, adapter, state, tokens, size, how):
-        assert len(tokens) <= size and size in self.sizes.pieces
-        self.calls.append(tokens)
-        return tokens[-1] + 1, (*state, *tokens)
+    def read(self, bank, adapters, states, pieces, size, how):
+        assert size in self.sizes.pieces[: 1 if len(pieces) > 1 else None]
+        assert len(adapters) == len(states) == len(pieces) <= self.sizes.readers
+        assert all(0 < len(piece) <= size for piece in pieces)
+        self.calls += [pieces[0] if len(pieces) == 1 else pieces]
+        states = [(*state, *piece) for state, piece in zip(states, pieces, strict=True)]
+        return [piece[-1] + 1 for piece in pieces], states
 
     def join(self, bank, adapter, state, slot):
         assert 0 <= slot < self.sizes.slots

@@ -26,7 +26,7 @@ from tests.examples import plain_server
 CONFIG = llama.LlamaConfig(
     vocab_size=61, dim=32, num_layers=1, num_heads=4, num_kv_heads=2, hidden_dim=48, tied=False
 )
-SIZES = Sizes(length=24, pieces=(4, 8), widths=(1, 2), burst=4)
+SIZES = Sizes(length=24, pieces=(4, 8), widths=(1, 2), burst=4, readers=3)
 ONE_BY_ONE = dataclasses.replace(SIZES, burst=1)
 NAMES = ("a0", "a1", "a2")
 TARGETS = ".*/(q_proj|down_proj)/w"
@@ -160,22 +160,26 @@ def test_a_prompt_in_pieces_gives_the_state_of_the_whole(compiled, params, adapt
     leaves = made.leaves_of(bank.put(1, adapters["a1"]))
     prompt = PROMPTS[3][:8]
 
-    def read(*pieces):
+    def read(*pieces, others=()):
         state, start = made.empty, 0
         for count, size in pieces:
-            piece = prompt[start : start + count]
-            token, state = made.read(leaves, 1, state, piece, size, Sampling())
+            rows = [*others, prompt[start : start + count]]
+            states = [*[made.empty] * len(others), state]
+            how = engines.sampling_of([None] * len(rows))
+            adapters = [*[0] * len(others), 1]
+            (*_, token), (*_, state) = made.read(leaves, adapters, states, rows, size, how)
             start += count
         named = jax.tree.unflatten(jax.tree.structure(empty), state)
-        return int(token), jax.tree.map(lambda x: np.asarray(x, np.float32), hki.materialize(named))
+        return token, jax.tree.map(lambda x: np.asarray(x, np.float32), hki.materialize(named))
 
     model = decoding.make_model(CONFIG, SIZES.length, "int8")
     empty = decoding.empty_cache(model)
     own = hki.materialize(hki.set_adapter(params, adapters["a1"]))
     logits, want = jax.jit(model.apply)(own, empty, None, jnp.asarray([prompt]))
     want = jax.tree.map(np.asarray, hki.materialize(want))
-    for pieces in ([(8, 8)], [(4, 4), (4, 4)], [(3, 4), (3, 8), (1, 4), (1, 8)]):
-        token, state = read(*pieces)
+    pieces = [(8, 8)], [(4, 4), (4, 4)], [(3, 4), (3, 8), (1, 4), (1, 8)]
+    together = read((3, 4), (4, 4), (1, 4), others=[[7], [5, 6, 7, 8]])
+    for token, state in (*(read(*x) for x in pieces), together):
         assert token == logits[0, -1].argmax()
         for module, values in want.items():
             assert state[module]["position"] == 8
@@ -241,6 +245,25 @@ def test_a_call_decodes_one_token_while_prompts_are_read(bursting):
         assert got == [*want, Finished("length")] and one.state is None
 
 
+def test_a_call_reads_short_pieces_of_several_prompts():
+    sizes = Sizes(length=32, pieces=(4, 8), widths=(4,), readers=3)
+    engine = Engine(plain_server.Counting(sizes), None, base="base", queue=4, budget=12)
+    prompts = [[*range(10 * i, 10 * i + n)] for i, n in enumerate((6, 7, 4, 1))]
+    asked = [request(prompt, "base", 2) for prompt in prompts]
+    for one, _ in asked:
+        engine.submit(one)
+    gone, heard = asked[1]
+    engine.turn()
+    engine.cancel(gone)  # in the middle of its prompt
+    run_all(engine)
+    first, gone, third, last = prompts
+    calls = [[first[:4], gone[:4], third], (1, 3), [last, first[4:]], (1, 4)]
+    assert engine.programs.calls == calls
+    assert heard == [Finished("cancelled")]
+    for i in (0, 2, 3):
+        assert asked[i][1] == [prompts[i][-1] + 1, prompts[i][-1] + 2, Finished("length")]
+
+
 def test_a_call_ends_with_the_first_answer_while_others_wait_for_a_slot():
     sizes = Sizes(length=32, pieces=(4,), widths=(2,), burst=8)
     engine = Engine(plain_server.Counting(sizes), None, base="base", queue=4, budget=8)
@@ -294,7 +317,6 @@ def test_cancelling_frees_the_slot(counting):
     asked = [request([10 * i], "base", 6) for i in range(SIZES.slots + 1)]
     for one, _ in asked:
         counting.submit(one)
-    counting.turn()
     counting.turn()
     assert (counting.running, counting.waiting) == (SIZES.slots, 1)
     gone, heard = asked[1]
