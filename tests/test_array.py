@@ -615,6 +615,8 @@ MISUSES = {
     "jnp.asarray(w)": lambda w, x: jnp.asarray(w),
     "np.asarray(w)": lambda w, x: np.asarray(w),
     "np.sin(w)": lambda w, x: np.sin(w),
+    "np.array_equal": lambda w, x: np.array_equal(w, x),
+    "np.array_equiv": lambda w, x: np.array_equiv(x, w),
     "w + 1": lambda w, x: w + 1,
     "1 - w": lambda w, x: 1 - w,
     "w @ w": lambda w, x: w @ w,

@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 
+import cloudpickle
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -255,3 +256,13 @@ def test_sharded_and_committed_arrays():
     assert f(jax.device_put(X, sharding)) == 1
     out = f.t.apply(f.params, None, jax.device_put(X, sharding))
     assert out.shape == (6, 3)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_that_was_called_can_be_pickled(frozen):
+    model = hk.without_apply_rng(hk.transform(linear))
+    params = with_lora(model.init(RNG, X))
+    model, params = hki.freeze(model, params) if frozen else (hki.transform_implicit(model), params)
+    out = model.apply(params, X)
+    again = cloudpickle.loads(cloudpickle.dumps(model))
+    np.testing.assert_array_equal(again.apply(params, X), out)

@@ -320,6 +320,14 @@ class ImplicitArray(abc.ABC):
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         return self.__jax_array__()  # type: ignore[return-value]
 
+    def __array_function__(
+        self, function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Raises for the NumPy functions that answer False if an argument cannot become an array."""
+        if function in (np.array_equal, np.array_equiv):
+            return self.__jax_array__()
+        return function.__wrapped__(*args, **kwargs)
+
     def _operator(self, *args: Any) -> Any:
         """Operators work on the tracers that a wrapped function sees, not on implicit arrays."""
         return self.__jax_array__()

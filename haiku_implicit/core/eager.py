@@ -123,6 +123,10 @@ class _ProgramCache:
         # For each key, the function that traces, and the programs made from its traces.
         self._entries: collections.OrderedDict[Any, _Entry] = collections.OrderedDict()
 
+    def __reduce__(self) -> Any:
+        """A pickled model has no programs: jaxprs do not pickle."""
+        return type(self), (self.call, self.watch)
+
     def __call__(self, key: Any, static: Static, values: list[Array]) -> Tree:
         """Runs the function, by a cached program if there is one.
 
