@@ -119,7 +119,7 @@ class Adapter(Wrapper, core_ndim=2):
         return dense(equal)
 
     def widened(self, x: jax.Array) -> jax.Array:
-        """A trained array, in the weight's dtype if that is wider, for products that do not round it."""
+        """A trained array in the wider of its dtype and the dtype of the weight."""
         return x if self.w is None else x.astype(jnp.promote_types(x.dtype, self.dtype))
 
     def completed(self) -> Self:
