@@ -208,7 +208,8 @@ def _fitting(
         slope = product / _divisor(variance)
         fits = (variance > 0) & (slope > 0)
         fitted = jnp.where(fits, slope * unit, scales.scale)
-        offset = jnp.where(fits, (mean - slope * mean_q) * unit, scales.offset)
+        offset = (mean - slope * mean_q) * unit
+        offset = jnp.where(fits, offset, jnp.asarray(scales.offset))
         held = rounding(Scales(fitted, offset))
         scale = held.scale / unit
         moved = jnp.asarray(held.offset) / unit + scale * mean_q - mean
