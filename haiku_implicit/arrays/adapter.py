@@ -120,7 +120,9 @@ class Adapter(Wrapper, core_ndim=2):
 
     def widened(self, x: jax.Array) -> jax.Array:
         """A trained array in the wider of its dtype and the dtype of the weight."""
-        return x if self.w is None else x.astype(jnp.promote_types(x.dtype, self.dtype))
+        if self.w is None or x.dtype.itemsize >= np.dtype(self.dtype).itemsize:
+            return x
+        return x.astype(self.dtype)
 
     def completed(self) -> Self:
         """The weight with an array for each number that is None for its default.

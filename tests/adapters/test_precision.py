@@ -82,6 +82,19 @@ def test_narrow_trained_arrays_are_not_rounded_again(method):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def test_factors_and_weights_of_eight_bits_become_dense():
+    """JAX does not promote float8 to other floats."""
+    for w_dtype, dtype in (("float32", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16")):
+        params = {"linear": {"w": W.astype(w_dtype)}}
+        w = hki.add_lora(params, KEY, rank=2, dtype=dtype)["linear"]["w"]
+        w = w._replace(b=w.b + 0.5)
+        expected = w.w.astype("float32") + w.a.astype("float32") @ w.b.astype("float32")
+        found = hki.materialize(w)
+        assert found.dtype == w_dtype
+        bits = 2.0 ** -jnp.finfo(w_dtype).nmant
+        np.testing.assert_allclose(found.astype("float32"), expected, rtol=bits, atol=bits / 8)
+
+
 def test_a_bank_holds_the_dtype_of_the_products():
     bank = hki.AdapterBank.of(PARAMS, capacity=2, rank=2)
     tuned = hki.add_lora(PARAMS, KEY, rank=2)

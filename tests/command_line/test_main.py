@@ -98,7 +98,7 @@ def test_warnings_are_lines_and_a_field(folder, capsys):
         "1 weight stays dense, because groups of 32 do not divide axis -2: odd/w (float32[24,8])."
     )
     assert code == 0 and line.startswith(
-        f"warning: {start} Quantize with another --group_size= (8 "
+        f"warning: {start} Quantize with another --group_size= (8, 12, 24 would fit), "
     )
     assert [f"warning: {text}" for text in fields["warnings"]] == err
     assert (fields["target"], fields["nbytes_before"]) == ("small", 4 * 8 * (24 + 32))
@@ -321,7 +321,11 @@ def test_an_error_stream_that_is_closed(folder, monkeypatch):
         (["inspct", "model"], 2, "Did you mean inspect?"),
         (["inspect", "-"], 2, "'-': standard input and output are not read"),
         (["inspect", "model", "--depth=two"], 2, "flag --depth=two: expected a number, got 'two'"),
-        (["quantize", "model", "new", "--group_size=7"], 1, "by 7 (--matrix_axes= says"),
+        (
+            ["quantize", "model", "new", "--group_size=7"],
+            1,
+            "by 7 (8 would fit) (--matrix_axes= says",
+        ),
         (
             ["quantize", "model", "new.gguf"],
             2,

@@ -184,7 +184,7 @@ class Tile {
       for (int64_t group = 0; group < x_.groups; ++group) {
         if (m0 == 0) ask_for_next(group);
         for (int64_t piece = 0; piece < x_.pieces; ++piece)
-          x_.steps == kUsual ? add<kUsual>(group, piece, m0, columns) : add<0>(group, piece, m0, columns);
+          x_.pieces == 1 && x_.steps == kUsual ? add<kUsual>(group, piece, m0, columns) : add<0>(group, piece, m0, columns);
       }
       for (int64_t i = 0; w_.offset.data && i < columns; i += kTogether) add_offsets(m0, i);
       for (int64_t i = 0; i < std::min(columns, m - m0); ++i) {
