@@ -111,8 +111,9 @@ def freeze(
     Returns:
       `(model, params)`: a model of the same kind, and the trained arrays. Its `apply` takes these
       instead of all parameters, and its results are dense, unless an argument is implicit, such as a
-      cache. Its `init` returns the trained arrays as they are now, whatever its key is, with the state
-      that the model's own `init` makes with that key. (For other factors, give `add_lora` another key.)
+      cache. Its `init` returns new copies of the trained arrays as they are now, also after the first
+      ones were donated, whatever its key is, with the state that the model's own `init` makes with that
+      key. (For other factors, give `add_lora` another key.)
       `model.params(params)` gives all parameters back, for saving, merging and serving, and
       `model.whole` is the model that takes them. A file of the trained arrays alone does not name their
       base: save `model.digests()` beside them, and `model.check_digests(...)` raises if the frozen
