@@ -617,6 +617,7 @@ MISUSES = {
     "np.sin(w)": lambda w, x: np.sin(w),
     "np.array_equal": lambda w, x: np.array_equal(w, x),
     "np.array_equiv": lambda w, x: np.array_equiv(x, w),
+    "np.zeros(like=w)": lambda w, x: np.zeros(2, like=w),
     "w + 1": lambda w, x: w + 1,
     "1 - w": lambda w, x: 1 - w,
     "w @ w": lambda w, x: w @ w,

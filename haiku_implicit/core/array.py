@@ -324,9 +324,12 @@ class ImplicitArray(abc.ABC):
         self, function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Raises for the NumPy functions that answer False if an argument cannot become an array."""
-        if function in (np.array_equal, np.array_equiv):
+        run = getattr(
+            function, "__wrapped__", None
+        )  # None for what takes `like=`, such as np.asarray
+        if run is None or function in (np.array_equal, np.array_equiv):
             return self.__jax_array__()
-        return function.__wrapped__(*args, **kwargs)
+        return run(*args, **kwargs)
 
     def _operator(self, *args: Any) -> Any:
         """Operators work on the tracers that a wrapped function sees, not on implicit arrays."""

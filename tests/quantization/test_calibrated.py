@@ -54,6 +54,19 @@ def test_batches_are_tuples_of_arguments_or_one_argument():
     close(two["linear/w"], 4 * x.T @ x)
 
 
+def test_batches_are_anything_that_python_iterates_over():
+    class Dataset:
+        """Has the older protocol, as datasets of PyTorch do."""
+
+        def __getitem__(self, i):
+            return [x, 2 * x][i]
+
+    t = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))
+    x = normal((5, 4))
+    params = t.init(jax.random.key(0), x)
+    close(hki.input_moments(t.apply, params, Dataset())["linear/w"], 5 * x.T @ x)
+
+
 @pytest.mark.slow
 def test_moments_of_stacked_layers():
     def stacked(x):

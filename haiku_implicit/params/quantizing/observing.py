@@ -78,8 +78,9 @@ class Model(NamedTuple):
 
 def check_batches(argument: str, batches: Any) -> None:
     """Raises for one batch in place of several: each row of it, or key, would count as a batch."""
-    if isinstance(batches, jax.Array | np.ndarray | Mapping) or not hasattr(batches, "__iter__"):
-        is_array = isinstance(batches, jax.Array | np.ndarray)
+    is_array = isinstance(batches, jax.Array | np.ndarray)
+    iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if is_array or isinstance(batches, Mapping) or not iterable:
         got = f"an array {list(batches.shape)}" if is_array else f"a {type(batches).__name__}"
         raise TypeError(
             f"{argument}: expected batches, got {got}. Give [x] for one batch, and list(x) for a stack "
