@@ -207,7 +207,7 @@ MISTAKES = {
     "... stays dense": lambda: hki.quantize_params(
         {**PARAMS, "b": {"w": jnp.ones((9, 8))}}, group_size=8
     ),
-    "an adapter has more numbers": lambda: hki.add_lora(
+    "weights of more than two axes": lambda: hki.add_lora(
         {"a": {"w": jnp.ones((8, 4, 4))}}, 0, rank=4, matrix_axes={}
     ),
     "nothing says which axes of": lambda: hki.add_lora(
@@ -245,6 +245,12 @@ MISTAKES = {
     ),
     "... needs a floating-point": lambda: hki.quantize_params(
         {"a": {"b": jnp.ones(8)}}, targets=".*"
+    ),
+    "weights whose axis -2": lambda: hki.quantize_params(
+        {**PARAMS, "conv": {"w": jnp.ones((3, 3, 1, 8))}}
+    ),
+    "trainable_dense: ... trains": lambda: hki.partition(
+        {**LORA, "head": {"w": LORA["a"]["w"], "b": jnp.ones(8)}}, "head/.*"
     ),
     "group_size: expected None": lambda: hki.quantize_params(PARAMS, group_size=3, targets=".*"),
     "targets: none of the ... is a weight": lambda: hki.add_lora(PARAMS, 0, rank=9),

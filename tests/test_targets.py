@@ -303,7 +303,9 @@ def test_an_adapter_larger_than_its_weight_is_said_once(method):
         with pytest.warns(UserWarning) as found:
             add()
         (one,) = found
-        assert one.filename == __file__ and f"{path} (float32[16,4,16]: 1," in str(one.message)
+        assert one.filename == __file__ and f"{path} (float32[16,4,16]: 16 adapters" in str(
+            one.message
+        )
         assert "for 1,024)" in str(one.message) and "'locon'" in str(one.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -338,6 +340,23 @@ def test_weights_that_groups_leave_dense_are_named_once():
         hki.quantize_params(attention(), group_size=32, exclude="(query|odd)/.*")
         once = hki.quantize_params(attention(), group_size=8, targets=".*(linear|odd)/w")
         hki.quantize_params(once, group_size=4, matrix_axes={})  # a quantized weight is not dense
+
+
+def test_kernels_of_one_channel_are_named():
+    """They stay dense, and so does a single row, a vector, without a word."""
+    params = {"conv": {"w": jnp.ones((3, 3, 1, 8))}, "linear": {"w": jnp.ones((8, 8))}}
+    params["~"] = {"token": jnp.ones((1, 1, 8))}
+    with pytest.warns(
+        UserWarning, match="-2 has the length one .*own scale: conv/w .float"
+    ) as found:
+        new = hki.quantize_params(params)
+    assert len(found) == 1 and "token" not in str(found[0].message)
+    assert new["conv"]["w"] is params["conv"]["w"]
+    with pytest.warns(UserWarning, match="conv/w .*. 1 weight stays dense, .*linear.*.8 would fit"):
+        hki.quantize_params(params | {"a": {"w": jnp.ones((32, 8))}}, group_size=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hki.quantize_params(params, exclude="conv/w")
 
 
 @pytest.mark.parametrize("put", [hk.custom_creator, hk.custom_getter])

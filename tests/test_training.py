@@ -1,6 +1,7 @@
 """Training: partition, gradients and optimizers against the same done by hand."""
 
 import pickle
+import warnings
 
 import chex
 import haiku as hk
@@ -144,11 +145,8 @@ def test_partition_of_single_arrays():
             ValueError,
             "dense parameters, but linear/w, a LoRA .exclude= of .*Nearest: linear/b",
         ),
-        (
-            ["linear/w"],
-            ValueError,
-            "dense parameters, but linear/w, a LoRA .exclude= of .*There are: ",
-        ),
+        (["linear/b", "linear/w"], ValueError, "but linear/w, a LoRA .exclude= of .*: linear/b"),
+        (["linear/b", "linear/v"], ValueError, "'linear/v' matches none of the 2 dense"),
         ("(", ValueError, "not a regular expression"),
         (3, TypeError, "trainable_dense: expected a regular .* True or False, got 3"),
     ],
@@ -158,8 +156,23 @@ def test_bad_dense(dense, error, message):
         hki.partition(make_params(), dense)
     with pytest.raises(error, match=message):
         hki.grad(loss, trainable_dense=dense)(make_params(), X)
+
     with pytest.raises(error, match=message):
         hki.freeze_declared(optax.sgd(1.0), trainable_dense=dense).init(make_params())
+
+
+def test_dense_that_is_not_all_of_a_module():
+    """An expression for a head whose weight has LoRA trains the bias, and says so."""
+    with pytest.warns(
+        UserWarning, match="'linear/.*' trains linear/b, but .*linear/w, a LoRA."
+    ) as found:
+        trained, _ = hki.partition(make_params(), "linear/.*")
+    assert [w.filename for w in found] == [__file__]
+    assert trained["linear"]["w"].w is None and trained["linear"]["b"] is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for chosen in (".*", "linear/b", ["linear/b"], True, hki.BIASES):
+            hki.partition(make_params(), chosen)
 
 
 def test_dense_of_former_versions():

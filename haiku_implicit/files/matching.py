@@ -1,6 +1,7 @@
 """Compares the tree in a file with a `like` tree."""
 
 import json
+import os
 from typing import Any
 
 from haiku_implicit.core import serialization
@@ -8,9 +9,14 @@ from haiku_implicit.core.messages import see
 from haiku_implicit.core.typing import Tree
 from haiku_implicit.files import structure as structures
 from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.file_types import kind_of
 from haiku_implicit.files.structure import Branch, Leaf, Structure
 
 _WAY_OUT = "The file is of another model or other settings; without `like` it is read as it is"
+_WAY_OUT_OF_ORBAX = (
+    "A folder of Orbax gives dicts, lists and arrays here. Orbax restores other types: "
+    "orbax.checkpoint.StandardCheckpointer().restore(path, jax.eval_shape(lambda: like))"
+)
 
 
 def check_like(found: Structure, like: Tree, where: str) -> None:
@@ -36,17 +42,11 @@ def _compare(found: Structure, wanted: Structure, path: str, where: str) -> None
     for key, own in children.items():
         if key not in there:
             shown = structures.joined(path, key, structures.between(wanted.kind))
-            raise CheckpointError(
-                f"{where}: {shown}: missing in the file, `like` has {_told(own)} there. {_WAY_OUT}"
-                f" {see('a-file-unlike-like')}"
-            )
+            raise _unlike(where, shown, f"missing in the file, `like` has {_told(own)} there")
     for key, child in there.items():
         shown = structures.joined(path, key, structures.between(found.kind))
         if key not in children:
-            raise CheckpointError(
-                f"{where}: {shown}: the file has {_told(child)} there, `like` nothing. {_WAY_OUT}"
-                f" {see('a-file-unlike-like')}"
-            )
+            raise _unlike(where, shown, f"the file has {_told(child)} there, `like` nothing")
         _compare(child, children[key], shown, where)
     if _text_of(found.static) != _text_of(wanted.static):
         raise _different(path, f"{_told(wanted)} with {wanted.static}", f"{found.static}", where)
@@ -63,10 +63,13 @@ def _by_key(branch: Branch) -> dict[Any, Structure]:
 
 
 def _different(path: str, wanted: str, found: str, where: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where}: {path or 'the tree'}: expected {wanted}, found {found}. {_WAY_OUT}"
-        f" {see('a-file-unlike-like')}"
-    )
+    return _unlike(where, path or "the tree", f"expected {wanted}, found {found}")
+
+
+def _unlike(where: str, path: str, what: str) -> CheckpointError:
+    is_orbax = os.path.isdir(where) and kind_of(where).name == "orbax"
+    way_out = _WAY_OUT_OF_ORBAX if is_orbax else _WAY_OUT
+    return CheckpointError(f"{where}: {path}: {what}. {way_out} {see('a-file-unlike-like')}")
 
 
 def _about(structure: Structure) -> Any:

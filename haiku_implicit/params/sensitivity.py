@@ -274,7 +274,7 @@ def sensitivity(
     check_function("apply", apply)
     check_batches("batches", batches)
     _check_options(options)
-    given, options = [arguments_of(batch) for batch in batches], dict(options)
+    given, options = [arguments_of(batch) for batch in batches], _for_files(options)
     if not given or not options:
         raise ValueError(f"expected batches and options, got {len(given)} and {len(options)}")
     if inputs is not None and method is None:
@@ -326,6 +326,14 @@ def _check_options(options: Any) -> None:
                 f"options: {name!r} has {taken[0]}=, which chooses weights for all options alike; give "
                 "it to sensitivity"
             )
+
+
+def _for_files(options: Options) -> Options:
+    """The options with dtypes in place of classes such as `jnp.bfloat16`, which files can't hold."""
+    return {
+        name: {x: np.dtype(y) if callable(y) else y for x, y in own.items()}
+        for name, own in options.items()
+    }
 
 
 def _chosen(params: Params, choice: trees.Choice, options: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import jax
@@ -29,7 +29,7 @@ from haiku_implicit.core.array import (
     short,
     static_items,
 )
-from haiku_implicit.core.messages import shown
+from haiku_implicit.core.messages import see, shown, warn_caller
 from haiku_implicit.core.predicates import Targets, is_list, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
 from haiku_implicit.core.typing import Array, SameTree, Tree, TreeDef
@@ -177,10 +177,11 @@ def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = 
     """For each slot, whether its array is trained: as the types declare, or by `trainable_dense`.
 
     Raises:
-      ValueError: with `must_match`, for a regular expression, or a list, that matches no dense array.
+      ValueError: with `must_match`, for an expression, or a list's item, that matches no dense array.
+        (If it also matches implicit ones, this is a warning.)
     """
     chosen = predicate_of("trainable_dense", trainable_dense)
-    flags, dense = [], {}
+    flags, dense = [], []
     for slot in slots:
         if is_empty(slot.value) or not is_inexact(slot.value):
             flag = False
@@ -188,23 +189,42 @@ def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = 
             flag = not any(name in frozen_names(cls) for cls, name in slot.fields)
         else:
             flag = bool(chosen("/".join(slot.path[:-1]), "".join(slot.path[-1:]), slot.value))
-            dense[slot.name] = flag
+            dense.append(slot.name)
         flags.append(flag)
-    named = isinstance(trainable_dense, str | re.Pattern) or is_list(trainable_dense)
-    if must_match and named and trainable_dense and dense and not any(dense.values()):
+    if must_match and dense:
         others = {"/".join(s.path[: -len(s.fields)]): s.fields[0][0] for s in slots if s.fields}
-        meant = [
-            f"{path}, a {cls.__name__}"
-            for path, cls in others.items()
-            if chosen(*path.rpartition("/")[::2], None)
-        ]
-        kind = "dense parameters"
-        if meant:
-            kind += (
-                f", but {shown(meant)} (exclude= of quantize_params and add_lora leaves it dense)"
-            )
-        raise no_match("trainable_dense", trainable_dense, [*dense], kind=kind)
+        _check_named(trainable_dense, dense, others)
     return flags
+
+
+def _check_named(
+    trainable_dense: Any, dense: Sequence[str], others: Mapping[str, type[ImplicitArray]]
+) -> None:
+    """Raises for a name that matches no dense array; warns if it matches implicit ones, too.
+
+    Args:
+      trainable_dense: the argument of that name. Only expressions and items of lists are names.
+      dense: the paths of the dense arrays.
+      others: the types of the implicit arrays by their paths.
+    """
+    is_one = isinstance(trainable_dense, str | re.Pattern)
+    for item in (
+        [trainable_dense] if is_one else trainable_dense if is_list(trainable_dense) else ()
+    ):
+        chosen = predicate_of("trainable_dense", item if is_one else [item])
+        is_meant = lambda path, chosen=chosen: chosen(*path.rpartition("/")[::2], None)  # noqa: E731
+        found, meant = list(filter(is_meant, dense)), list(filter(is_meant, others))
+        told = shown([f"{path}, a {others[path].__name__}" for path in meant])
+        way_out = "exclude= of quantize_params and add_lora leaves it dense"
+        if not found:
+            kind = "dense parameters" + (f", but {told} ({way_out})" if meant else "")
+            raise no_match("trainable_dense", item, dense, kind=kind)
+        if meant and len(found) + len(meant) < len(dense) + len(others):  # `.*` is meant so
+            warn_caller(
+                f"trainable_dense: {item!r} trains {shown(found, most=2)}, but not the whole of "
+                f"{told}. To train it whole, {way_out}; else give an expression that does not match it"
+                f" {see('nothing-matches')}"
+            )
 
 
 def partition(params: SameTree, trainable_dense: Targets = True) -> tuple[SameTree, SameTree]:

@@ -193,5 +193,32 @@ def test_a_large_adapter_is_no_stack():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hki.add_adapter(params, 0, "locon", rank=8)
-    with pytest.warns(UserWarning, match="an adapter has more numbers than its weight"):
+    with pytest.warns(
+        UserWarning, match="an adapter for each matrix: conv1_d/w .*3 adapters with 387"
+    ):
         hki.add_lora(params, 0, rank=8)
+
+
+def test_lora_on_kernels_says_so():
+    """Nine small LoRAs on a kernel of 3 × 3 are a warning that names the method for kernels."""
+    params = {"conv": {"w": normal((3, 3, 16, 8))}, "one": {"w": normal((3, 3, 1, 8))}}
+    params |= {"conv_1x1": {"w": normal((1, 1, 16, 8))}, "linear": {"w": normal((16, 8))}}
+    params["conv_in"] = params.pop("one")
+    with pytest.warns(UserWarning) as found:
+        new = hki.add_lora(params, 0, rank=2)
+    texts = sorted(str(w.message) for w in found)
+    assert [w.filename for w in found] == [__file__] * 2 and len(texts) == 2
+    assert (
+        "conv_in/w (float32[3,3,1,8]). For kernels of convolutions, the method 'locon'" in texts[0]
+    )
+    assert "prepare" not in texts[0]
+    what = "for each matrix: conv/w (float32[3,3,16,8]: 9 adapters with 441 numbers for 1,152). "
+    assert what + "The method 'locon'" in texts[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same = hki.add_lora(params, 0, rank=2, exclude="conv_in/w", matrix_axes={})
+        kernels = "conv(_in)?/w"
+        both = hki.add_lora(params, 0, rank=2, exclude=kernels)
+        both = hki.add_adapter(both, 0, "locon", rank=2, targets=kernels)
+    assert np.array_equal(same["conv"]["w"].a, new["conv"]["w"].a)
+    assert isinstance(both["conv_in"]["w"], hki.adapters.LoCon)

@@ -133,5 +133,7 @@ def test_what_orbax_gives_without_a_target(tmp_path):
         for found in (checkpointer.restore(tmp_path / "orbax"), hki.load(tmp_path / "orbax")):
             with pytest.raises(TypeError, match="linear_0/w: expected a LoRA"):
                 model.apply(found, x)
+        with pytest.raises(hki.CheckpointError, match="Orbax restores other types: .*restore.path"):
+            hki.load(tmp_path / "orbax", like=params)
         found = checkpointer.restore(tmp_path / "orbax", jax.eval_shape(lambda: params))
     np.testing.assert_array_equal(model.apply(found, x), model.apply(params, x))

@@ -135,7 +135,9 @@ def test_what_stays_dense_is_in_the_table(params):
 
 @pytest.mark.parametrize("method", few([None, "gptq"], "gptq"))
 def test_it_is_saved_and_loaded(params, method, tmp_path):
-    found = hki.sensitivity(MODEL.apply, params, X, OPTIONS, method=method)
+    # (A class such as `jnp.bfloat16` is no value of a file; its dtype is.)
+    options = {name: dict(own, scale_dtype=jnp.bfloat16) for name, own in OPTIONS.items()}
+    found = hki.sensitivity(MODEL.apply, params, X, options, method=method)
     hki.save(tmp_path / "found", found)
     again = hki.load(tmp_path / "found")
     assert str(again) == str(found) and again.allocate(2_000) == found.allocate(2_000)

@@ -25,7 +25,7 @@ from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.one_by_one import is_news
 from haiku_implicit.params.trees.options import Room, check_matrix
-from haiku_implicit.params.trees.selection import describe, editing, stacked_axes
+from haiku_implicit.params.trees.selection import describe, editing, is_kernel, stacked_axes
 
 # Options of weights, by patterns of their paths.
 Patterns = Mapping[str, Mapping[str, Any]]
@@ -220,7 +220,10 @@ def _warn(
     stacks = [p.path in done and done[p.path].core_ndim == 2 for p in parameters]
     told = {p.path for p in trees.stacks_in(parameters, stacks, choice)}
     rest = [choice.opened(p) for p in parameters if p.path in done.keys() - told]
-    _warn_of_large([text for p in rest for text in _if_large(p, done[p.path])])
+    # `matrix_axes={}` says that kernels are stacks, too.
+    unsaid = choice.matrix_axes is None or len(choice.matrix_axes) > 0
+    found = [text for p in rest for text in _if_large(p, done[p.path], of_kernels=unsaid)]
+    _warn_of_large(found, " To keep them, give matrix_axes={}." if unsaid else "")
     trees.warn_of_others(parameters, stacks, choice, room, room.of_each)
 
 
@@ -289,30 +292,33 @@ def _in_dtype(new: Adapter, dtype: DType | None) -> Adapter:
     return new._replace(**jax.tree.map(cast, trained, is_leaf=is_implicit))
 
 
-def _if_large(parameter: trees.Parameter, new: Adapter) -> Iterator[str]:
-    """The description of an adapter that has more numbers than its weight.
+def _if_large(parameter: trees.Parameter, new: Adapter, *, of_kernels: bool) -> Iterator[str]:
+    """The description of an adapter for each matrix of a stack, if few would be enough.
 
     A weight of more than two axes is a stack of matrices, each with its own adapter. If these matrices
-    are small, as in the kernel of a convolution, the adapters are larger than the weight.
+    are small, the adapters are larger than the weight. With `of_kernels`, this also describes each
+    adapter for every position of a convolution's kernel.
     """
     size, added = math.prod(new.shape), _numbers(new) - _numbers(new.w)
-    is_stack = len(new.shape) - parameter.stacked > 2 and new.core_ndim == 2
-    if is_stack and added > size:
-        yield f"{parameter.path} ({describe(parameter.value)}: {added:,} numbers for {size:,})"
+    count = math.prod(new.shape[parameter.stacked : -2])
+    wasteful = added > size or (of_kernels and is_kernel(parameter))
+    if new.core_ndim == 2 and count > 1 and wasteful:
+        what = f"{count:,} adapters with {added:,} numbers for {size:,}"
+        yield f"{parameter.path} ({describe(parameter.value)}: {what})"
 
 
 def _numbers(tree: Tree) -> int:
     return sum(math.prod(np.shape(x)) for x in jax.tree.leaves(tree))
 
 
-def _warn_of_large(found: list[str]) -> None:
+def _warn_of_large(found: list[str], more: str) -> None:
     if found and is_news("large"):
         warn_caller(
-            f"an adapter has more numbers than its weight: {shown(found)}. A weight of more than "
-            "two axes counts as a stack of matrices [..., n, m] with an adapter each. The method "
-            "'locon' of add_adapter has one for a whole kernel of a convolution; hki.prepare(model, "
-            "params, *args) finds one matrix in other weights; a smaller rank= or exclude= helps, too"
-            f" {see('a-rank-too-large')}"
+            "weights of more than two axes count as stacks of matrices [..., n, m], with an adapter "
+            f"for each matrix: {shown(found)}. The method 'locon' of add_adapter has one for a whole "
+            "kernel of a convolution: leave kernels out here by exclude=, and name them there by "
+            f"targets=. hki.prepare(model, params, *args) finds one matrix in other weights.{more}"
+            f" {see('which-axes-make-a-matrix')}"
         )
 
 

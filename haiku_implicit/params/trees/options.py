@@ -67,17 +67,22 @@ class Room(NamedTuple):
     def told(self, left: Sequence[Parameter], *, prepared: bool) -> str:
         """The warning about weights without room."""
         what = "1 weight gets" if len(left) == 1 else f"{len(left)} weights get"
-        axes = (
-            " params = hki.prepare(model, params, *args) finds which axes make one matrix of a weight "
-            "of more than two."
-            if _of_many_axes(left) and not prepared
-            else ""
-        )
+        kernels = [p for p in left if selection.is_kernel(p)]
+        ways = []
+        if kernels:
+            ways.append(
+                "For kernels of convolutions, the method 'locon' of add_adapter takes all axes as one "
+                "matrix"
+            )
+        if _of_many_axes([p for p in left if p not in kernels]) and not prepared:
+            ways.append(
+                "params = hki.prepare(model, params, *args) finds which axes make one matrix of a "
+                "weight of more than two"
+            )
+        ways.append("Give a smaller rank=, or leave them out by exclude=")
         return (
             f"{what} no adapter, because the rank is larger than there is room for (the smaller of "
-            f"the last two axes): {named(left)}.{axes} Or give a smaller rank=, or leave them out by "
-            "exclude="
-            f" {see('a-rank-too-large')}"
+            f"the last two axes): {named(left)}. {'. '.join(ways)} {see('a-rank-too-large')}"
         )
 
 
@@ -156,13 +161,10 @@ class QuantizeOptions:
         return self.rotate or self.is_trellis
 
     def suits(self, module_name: str, name: str, value: Array) -> bool:
-        """Whether a parameter is a dense weight, also within LoRA.
-
-        An axis of length one (a depthwise kernel `[h, w, 1, m]`) would give a scale to each number.
-        """
+        """Whether a parameter is a dense weight, also within LoRA. A single row is a vector."""
         inner = value.w if isinstance(value, LoRA) else value
         dense = selection.is_weight(module_name, name, value) and not is_implicit(inner)
-        return dense and value.shape[self.axis] > 1
+        return dense and (value.shape[self.axis] > 1 or math.prod(value.shape[:-1]) > 1)
 
     @property
     def divisor(self) -> GroupSize:
@@ -172,8 +174,11 @@ class QuantizeOptions:
         return self.group_size
 
     def fits(self, module_name: str, name: str, value: Array) -> bool:
-        """Whether the groups, and tiles of rows, divide the axes, and no look-up needs a rotation."""
-        if self.is_rotated_table(name):
+        """Whether the groups, and tiles of rows, divide the axes, and no look-up needs a rotation.
+
+        An axis of length one (a depthwise kernel `[h, w, 1, m]`) would give a scale to each number.
+        """
+        if self.is_rotated_table(name) or value.shape[self.axis] == 1:
             return False
         size, length, rows = self.divisor, value.shape[self.axis], value.shape[-3 - self.axis]
         if size is None or isinstance(size, str):
@@ -189,7 +194,7 @@ class QuantizeOptions:
         """The default targets in words, for the error that none of the suited weights fits."""
         size = self.divisor
         if not size or isinstance(size, str):
-            return "a dense weight"
+            return f"a dense weight whose axis {self.axis} is longer than one"
         return (
             f"a dense weight whose axis {self.axis} is divided by {size}{self._fitting(suited)} "
             "(matrix_axes= says which axes make the matrix of a weight of more than two, and "
@@ -198,21 +203,36 @@ class QuantizeOptions:
 
     def _fitting(self, left: Sequence[Parameter]) -> str:
         """The sizes of groups that fit some weights which the given size does not fit, in words."""
-        common = math.gcd(*(p.value.shape[self.axis] for p in left))
+        lengths = {p.value.shape[self.axis] for p in left} - {1}  # which nothing would fit
+        common = math.gcd(*lengths)
         sizes = [str(n) for n in range(8, min(common, 256) + 1, 2) if common % n == 0]
         known = isinstance(self.group_size, int) and sizes
         return f" ({', '.join(sizes[-6:])} would fit)" if known else ""
 
     def told(self, left: Sequence[Parameter], *, prepared: bool) -> str:
         """The warning about weights that the groups do not divide, or that are not rotated."""
-        if tables := [p for p in left if self.is_rotated_table(p.name)]:
-            others = [p for p in left if p not in tables]
-            rest = f". {self.told(others, prepared=prepared)}" if others else ""
-            return (
+        axis = self.axis
+        tables = [p for p in left if self.is_rotated_table(p.name)]
+        thin = [p for p in left if p not in tables and p.value.shape[axis] == 1]
+        others = [p for p in left if p not in tables and p not in thin]
+        sentences = []
+        if tables:
+            sentences.append(
                 "tables of hk.Embed stay dense, because a look-up of one row would rotate all of them: "
                 f"{named(tables)}. Quantize them in another call without a rotation, or leave them out "
-                f"by exclude={rest}"
+                "by exclude="
             )
+        if thin:
+            sentences.append(
+                f"weights whose axis {axis} has the length one stay dense, because each number would "
+                f"have its own scale: {named(thin)}. Leave them out by exclude= {see(self.page)}"
+            )
+        if others:
+            sentences.append(self._told_of_groups(others, prepared))
+        return ". ".join(sentences)
+
+    def _told_of_groups(self, left: Sequence[Parameter], prepared: bool) -> str:
+        """The warning about weights that the groups do not divide."""
         axis, size = self.axis, self.divisor
         what = "1 weight stays" if len(left) == 1 else f"{len(left)} weights stay"
         axes = "; hki.prepare(model, params, *args) finds matrices in weights of more than two axes"

@@ -113,9 +113,14 @@ def is_unsaid_stack(parameter: Parameter) -> bool:
 
     The axes of `layer_stack` and the modules of Haiku's convolutions are such signs.
     """
-    shape = parameter.value.shape[parameter.stacked :]
-    is_kernel = "conv" in parameter.module_name.rpartition("/")[2].lower()
-    return not is_implicit(parameter.value) and math.prod(shape[:-2]) > 1 and not is_kernel
+    is_stack = math.prod(parameter.value.shape[parameter.stacked : -2]) > 1
+    return is_stack and not is_implicit(parameter.value) and not is_kernel(parameter)
+
+
+def is_kernel(parameter: Parameter) -> bool:
+    """Whether a parameter is in a convolution, by the name of its module, and has a window."""
+    is_convolution = "conv" in parameter.module_name.rpartition("/")[2].lower()
+    return is_convolution and len(parameter.value.shape) - parameter.stacked > 2
 
 
 def in_tree(predicate: Predicate) -> Predicate:
