@@ -9,7 +9,7 @@ from typing import Unpack
 import jax
 
 from haiku_implicit.adapters.rotated import Rotated
-from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray
@@ -36,7 +36,7 @@ def quantize_params(
     matrix_axes: MatrixAxesOf | None = None,
     **options: Unpack[QuantizeArguments],
 ) -> SameTree:
-    """Quantizes weights of a tree of parameters; of a LoRA weight, its `w`.
+    """Quantizes weights of a tree of parameters; of an adapter, its `w`.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings; or
@@ -131,7 +131,7 @@ def quantize_activations(
         scale for each part of a row that is multiplied with a group of the weight); None: not
         rounded.
       targets: the weights to change, as for `add_lora`. None: all quantized weights, including those
-        under LoRA.
+        under adapters.
       exclude, missing_ok: as for `add_lora`.
 
     Returns:
@@ -169,8 +169,8 @@ def quantize_activations(
 
 
 # Types of weights that hold a quantized weight, and the field that holds it.
-_HOLDERS: dict[type[LoRA | ScaledMatrix | Rotated], str] = {
-    LoRA: "w", ScaledMatrix: "matrix", Rotated: "w",
+_HOLDERS: dict[type[Adapter | ScaledMatrix | Rotated], str] = {
+    Adapter: "w", ScaledMatrix: "matrix", Rotated: "w",
 }  # fmt: skip
 
 

@@ -172,6 +172,19 @@ def test_the_bank_of_vblora_is_one(never_dense):
     close(of_bank(got), apart)
 
 
+@pytest.mark.parametrize("method", few(METHODS, "lora", "dora", "locon"))
+def test_its_base_may_be_quantized_later(method):
+    """The order of `quantize_params` and `add_adapter` does not matter for the codes."""
+    base = {"layer": {"w": normal((N, M))}}
+    options = METHODS[method] | (dict(vector_length=4) if method == "vblora" else {})
+    params = hki.quantize_params(hki.add_adapter(base, 0, method, targets="layer/w", **options))
+    codes = hki.quantize_params(base)["layer"]["w"].codes
+    np.testing.assert_array_equal(params["layer"]["w"].w.codes, codes)
+    w = hki.with_vector_bank(params)["layer"]["w"]
+    close(hki.use_implicit_args(jnp.matmul)(X, w), X @ hki.materialize(w))
+    assert hki.quantize_activations(params)["layer"]["w"].w.activation == "int8"
+
+
 @pytest.mark.parametrize("method", few(METHODS, "vblora"))
 def test_apart_from_its_base_and_in_a_file(method, tmp_path):
     base = {"layer": {"w": normal((N, M)), "b": normal((M,), 1)}}

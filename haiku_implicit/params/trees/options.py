@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.adapters.rotated import Rotated
-from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.messages import see, shown
@@ -161,8 +161,8 @@ class QuantizeOptions:
         return self.rotate or self.is_trellis
 
     def suits(self, module_name: str, name: str, value: Array) -> bool:
-        """Whether a parameter is a dense weight, also within LoRA. A single row is a vector."""
-        inner = value.w if isinstance(value, LoRA) else value
+        """Whether a parameter is a dense weight, also within an adapter. A single row is a vector."""
+        inner = value.w if isinstance(value, Adapter) else value
         dense = selection.is_weight(module_name, name, value) and not is_implicit(inner)
         return dense and (value.shape[self.axis] > 1 or math.prod(value.shape[:-1]) > 1)
 
@@ -278,15 +278,15 @@ class QuantizeOptions:
         return ScaledMatrix(codes, scale, -1)
 
     def put_on(self, path: str, value: Array, stacked: int = 0) -> ImplicitArray:
-        """Quantizes a parameter; of a LoRA weight, its `w`."""
-        if isinstance(value, LoRA):
+        """Quantizes a parameter; of an adapter, its `w`."""
+        if isinstance(value, Adapter):
             return value._replace(w=self.put_on(path, value.w, stacked))
         check_matrix(path, value, "quantization", stacked)
         if is_implicit(value):
             raise ValueError(
                 f"{path}: this is {selection.describe(value)}, and only a dense parameter (or the "
-                "dense w of LoRA) can be quantized. Leave it out by exclude=, or materialize it first"
-                f" {see('implicit-already')}"
+                "dense w of an adapter) can be quantized. Leave it out by exclude=, or materialize it "
+                f"first {see('implicit-already')}"
             )
         with selection.editing(path, value):
             return self.quantize(value)
