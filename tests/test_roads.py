@@ -1,14 +1,23 @@
 """From the first parameters to a served model, through processes that end and begin (`tests/roads.py`)."""
 
+import functools
 import json
 import subprocess
 import sys
 
+import chex
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jmp
 import numpy as np
+import optax
 import pytest
 
+import haiku_implicit as hki
 from tests import roads
 from tests.devices import HANG, run_on_devices
+from tests.random_arrays import normal
 
 WALK = "import sys; from tests.roads import walk; walk(*sys.argv[1:3], sys.argv[3:])"
 # The roads that quick tests walk.
@@ -58,3 +67,62 @@ def test_a_road_that_differs_is_seen(tmp_path):
     for other in (one_bit, {"w": np.ones(3)}, {"v": np.ones(3, np.float32)}):
         with pytest.raises(AssertionError):
             roads.same_bits(tree, other)
+
+
+# --- a loop in 16 bits -----------------------------------------------------------------------------
+
+
+def seen(x, is_training):
+    x = hk.Conv2D(4, 3, with_bias=False, name="conv")(x)
+    x = hk.BatchNorm(True, True, 0.9, name="norm")(x, is_training)
+    return hk.Linear(3, name="head")(jax.nn.relu(x).mean((1, 2)))
+
+
+@pytest.mark.slow
+def test_float16_with_loss_scaling():
+    """A step that overflows changes nothing; the next one is the dense twin's, with averages in float32."""
+    x, labels = normal((8, 6, 6, 2)), jnp.arange(8) % 3
+    plain = hk.transform_with_state(seen)
+    wide, state = plain.init(jax.random.key(0), x, True)
+    half = hk.data_structures.map(lambda m, n, w: w if m == "norm" else w.astype(jnp.float16), wide)
+    whole = hki.add_adapter(half, 1, "locon", rank=2, targets="conv/w")
+    whole = hki.add_lora(whole, 2, rank=2, targets="head/w")
+    model, trained = hki.freeze(plain, whole, trainable_dense="norm/.*")
+    trained = jax.tree.map(lambda w: w + 0.1, trained)
+
+    def loss_of(apply, trained, x, scale):
+        logits, new = apply(trained, state, None, x, True)
+        logits = logits.astype(jnp.float32)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return scale.scale(loss), new
+
+    def step(trained, state, scale):
+        loss = functools.partial(loss_of, model.apply)
+        grads, new = jax.grad(loss, has_aux=True)(trained, x.astype(jnp.float16), scale)
+        grads = scale.unscale(grads)
+        finite = jmp.all_finite(grads)
+        updates, _ = optax.sgd(1.0).update(grads, optax.sgd(1.0).init(trained), trained)
+        new = optax.apply_updates(trained, updates), new
+        return *jmp.select_tree(finite, new, (trained, state)), scale.adjust(finite), finite
+
+    hk.mixed_precision.set_policy(hk.BatchNorm, jmp.Policy(jnp.float32, jnp.float32, jnp.float16))
+    try:
+        scale, step = jmp.DynamicLossScale(jnp.float32(2.0**24), factor=2**12), jax.jit(step)
+        with hki.materialization("error"):
+            *same, scale, first = step(trained, state, scale)
+            new, averages, _, second = step(*same, scale)
+    finally:
+        hk.mixed_precision.clear_policy(hk.BatchNorm)
+    assert (bool(first), bool(second)) == (False, True)
+    roads.same_bits(same, [trained, state])
+
+    def twin(trained, *args):
+        dense = hki.materialize(model.params(trained))
+        return plain.apply(jax.tree.map(lambda w: w.astype(jnp.float32), dense), *args)
+
+    loss = functools.partial(loss_of, twin)
+    grads, of_twin = jax.grad(loss, has_aux=True)(trained, x, jmp.NoOpLossScale())
+    for got, want in ((new, jax.tree.map(jnp.subtract, trained, grads)), (averages, of_twin)):
+        assert {v.dtype.name for v in jax.tree.leaves(got)} <= {"float32", "int32"}
+        # (float16 rounds by 5e-4.)
+        chex.assert_trees_all_close(got, want, rtol=5e-3, atol=2e-3)
