@@ -5,7 +5,7 @@
 //   along the groups:   y[m, row] = sum over k of x[m, k] * W[row, k]
 //   along the rows:     y[m, k]   = sum over rows of x[m, row] * W[row, k]
 //
-// One row of x is multiplied with codes of small integers as integers (`by_digits`). Otherwise, for up to
+// One row of x is multiplied with codes of 4 bits as integers (`by_integers`). Otherwise, for up to
 // eight rows (two or four for 4 bits in groups), codes are decoded in registers: along the groups
 // (`few_rows`), where memory is asked for ahead, as rows of a few hundred bytes are too short for the CPU to
 // foresee the next, and along short rows (`short_rows`). Else blocks of W that fit the L2 cache are decoded
@@ -22,6 +22,7 @@
 
 #include "codes.h"
 #include "integer_rows.h"
+#include "table_rows.h"
 #include "threads.h"
 
 namespace {
@@ -290,9 +291,10 @@ struct OfFewRows {
   static FewRows find(const Weights& w, Kind kind, const Activations& x) {
     if constexpr (M <= 2)
       if (w.rounding == kNone && x.moderate()) {
-        const FewRows found = Table16(w.table, w.bits()).coarse() ? of_planes<kCoarse16>(w)
-                              : w.nibbles()                       ? of_size<kTable16, 4, 0>(w)
-                                                                  : FewRows{};
+        constexpr bool as_floats = M == 2 || kLanes != 8;  // and not `by_table`
+        FewRows found{};
+        if (Table16(w.table, w.bits()).coarse()) found = of_planes<kCoarse16>(w);
+        else if constexpr (as_floats) if (w.nibbles()) found = of_size<kTable16, 4, 0>(w);
         return found.multiply ? found : of_bytes<false>[kind];
       }
     return of_bytes<true>[kind];
@@ -332,14 +334,33 @@ constexpr int64_t kFewOfGroups = kLanes == 16 ? 4 : 2;  // if `decode_groups` se
 
 // --- one row of activations, as integers --------------------------------------------------------------
 
-// y, for one row and codes that stand for small integers, in groups that share vectors or have one each:
-// activations become integers of 23 bits and a scale for each group, which are multiplied byte by byte.
-// False if that does not serve.
-bool by_digits(const Weights& w, const Activations& x, float* y, Team team) {
+// y, for one row and codes of any table: activations and values become integers of more digits than their floats
+// need. False if that does not serve, as with AVX-512, whose tables are of floats.
+bool by_table(const Weights& w, const Integers& integers, const Activations& x, float* y, Team team) {
+#if defined(HKI_AVX2)
+  FixedTable table;
+  if (!RowInWords::fits(integers) || !table.set(w.table)) return false;
+  RowInWords words(integers);
+  words.place(scratch<1>(words.size()));
+  words.round(x.data);
+  const auto part = integers.several       ? table_rows<4, true, false>
+                    : integers.vectors == 1 ? table_rows<4, false, true>
+                                            : table_rows<4, false, false>;
+  team.parts(w.rows, 4, 384, [&](int64_t first, int64_t last) { part(table, words, first, last, y); });
+  return true;
+#else
+  return false;
+#endif
+}
+
+// The same for codes that stand for small integers, in groups that share vectors or have one each: activations
+// become integers of 23 bits and a scale for each group, which are multiplied byte by byte.
+bool by_integers(const Weights& w, const Activations& x, float* y, Team team) {
 #if defined(HKI_AVX512) || defined(HKI_AVX2)
-  if (x.rows != 1 || !w.nibbles() || w.rounding != kNone) return false;
+  if (x.rows != 1 || !w.nibbles() || w.rounding != kNone || !x.moderate()) return false;
   Integers integers(w);
-  if (!integers.starts_are_vectors() || !integers.set(w.table) || !x.moderate()) return false;
+  if (!integers.set(w.table)) return by_table(w, integers, x, y, team);
+  if (!integers.starts_are_vectors()) return false;
   Rounded<3> rounded(integers, 1);
   rounded.place(scratch<1>(rounded.size()));
   round_row(integers, x.data, 0, true, rounded);
@@ -628,7 +649,7 @@ void matmul(const Weights& w, const Blocks& blocks, Kind kind, bool along, const
     team.parts(w.length, kWidest, kNarrow, [&](int64_t first, int64_t last) {
       along_rows(w, blocks, kind, x, first, last, y);
     });
-  } else if (by_digits(w, x, y, team)) {
+  } else if (by_integers(w, x, y, team)) {
   } else if (x.rows <= few(w, kind, along)) {
     const int64_t size = x.rows * (w.groups * blocks.size() * kCodes + kApart);
     const FewRows how = x.rows == 1   ? OfFewRows<1>::find(w, kind, x)

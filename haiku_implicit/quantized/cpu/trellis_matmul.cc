@@ -152,6 +152,16 @@ inline void at_step(int step, const Function& function) {
     function([=](const Words* w) { return numbers<bits>(windows<false>(w[plane], w[plane], shift)); });
 }
 
+// The same, for a step that is known: windows of some steps are parts of one word of 16 bits.
+template <int bits, int step>
+inline Words at_known_step(const Words* w) {
+  constexpr int in_word = 16 - kWindow, together = in_word / bits + 1, round = bits == 3 ? 16 : 16 / bits;
+  constexpr int first = step / round * round + step % round / together * together;  // of these steps
+  constexpr int plane = first * bits / 16, shift = first * bits % 16, rest = (step - first) * bits;
+  const Words word = shift ? w[plane] >> shift | w[plane + 1] << (16 - shift) : w[plane];
+  return numbers<bits>(rest == in_word ? word >> rest : word >> rest & (uint16_t)(kStates - 1));
+}
+
 // Writes the numbers of a row.
 template <int bits>
 void decode_row(const Matrix& w, int64_t row, float* out) {
@@ -282,7 +292,7 @@ void along_rows(const Matrix& w, const Pairs& x, int m, int64_t first, int64_t l
 // Adds products of the numbers of a chunk; x is [K, kSteps].
 template <int K>
 HKI_ONCE void add_steps(const Words* decoded, const Words* x, Ints* out) {
-  constexpr int kApart = K == 2 ? 4 : K == 4 ? 2 : 1;
+  constexpr int kApart = K == 4 ? 2 : 1;
   Ints sums[kApart][K] = {};
   HKI_UNROLL
   for (int step = 0; step < kSteps; ++step) {
@@ -292,6 +302,19 @@ HKI_ONCE void add_steps(const Words* decoded, const Words* x, Ints* out) {
   }
   for (int k = 0; k < K; ++k)
     for (int j = 0; j < kApart; ++j) out[k] += sums[j][k];
+}
+
+// The same for the words of a chunk and one row of activations: numbers stay in registers.
+template <int bits>
+HKI_INLINE void add_row(const Words* words, const Words* x, Ints* out) {
+  Words own[bits + 1];
+  for (int plane = 0; plane <= bits; ++plane) own[plane] = words[plane];
+  Ints sums[2][2] = {{out[0], out[1]}};
+  repeat<kSteps>([&](auto step) HKI_INLINED {
+    const Words decoded = at_known_step<bits, step>(own);
+    for (int k = 0; k < 2; ++k) sums[step % 2][k] = add_products(sums[step % 2][k], decoded, x[k * kSteps + step]);
+  });
+  for (int k = 0; k < 2; ++k) out[k] = sums[0][k] + sums[1][k];
 }
 
 // One row of activations, or more, as the kernel reads them.
@@ -307,7 +330,7 @@ template <int bits>
 void along_sequences(const Matrix& w, const Steps& x, int m, int64_t first, int64_t last, float* y) {
   constexpr int kRows = 16;  // that share the activations of a chunk
   const int each = together(x.count);
-  const auto run = each == 2 ? add_steps<2> : each == 4 ? add_steps<4> : add_steps<8>;
+  const auto run = each == 4 ? add_steps<4> : add_steps<8>;
   Ints* sums = reinterpret_cast<Ints*>(scratch<2>(kRows * x.count * kLanes));
   alignas(64) Words words[kRows * (bits + 1)], decoded[kSteps];
   for (int64_t r = first; r < last; r += kRows) {
@@ -322,10 +345,13 @@ void along_sequences(const Matrix& w, const Steps& x, int m, int64_t first, int6
         prefetch(w, ahead ? r + i : r + i + kRows, ahead ? c + 1 : 0);
         Ints* own = sums + i * x.count;
         if (begins) std::copy_n(x.biases + c / kChunksTogether * x.count, x.count, own);
-        HKI_UNROLL
-        for (int step = 0; step < kSteps; ++step)
-          at_step<bits>(step, [&](const auto& of) { decoded[step] = of(words + i * (bits + 1)); });
-        for (int k = 0; k < x.count; k += each) run(decoded, integers + k * kSteps, own + k);
+        const Words* of_row = words + i * (bits + 1);
+        if (x.count == 2) {
+          add_row<bits>(of_row, integers, own);
+        } else {
+          repeat<kSteps>([&](auto step) HKI_INLINED { decoded[step] = at_known_step<bits, step>(of_row); });
+          for (int k = 0; k < x.count; k += each) run(decoded, integers + k * kSteps, own + k);
+        }
         if (!ends) continue;
         for (int j = 0; j < m; ++j)
           y[j * w.rows + r + i] += sum(in_floats(own + 2 * j, x.rows[j].unit * kUnit));
