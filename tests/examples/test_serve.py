@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 TARGETS = ".*_proj/w"
 NAMES = [f"a{i}" for i in range(8)]
-SIZES = Sizes(length=64, pieces=(8,), widths=(1, 16))
+SIZES = Sizes(lengths=(16, 64), pieces=(8,), widths=(1, 16))
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +86,8 @@ def alone(checkpoint, adapters):
 @pytest.fixture(scope="module")
 def compiled(checkpoint):
     bank = hki.AdapterBank.of(checkpoint.params, capacity=10, rank=2, targets=TARGETS)
-    model = decoding.make_model(checkpoint.config, SIZES.length, "int8")
-    programs = Programs(model, decoding.empty_cache(model), SIZES)
+    model = functools.partial(decoding.make_model, checkpoint.config, cache="int8")
+    programs = Programs(model, decoding.empty_cache, SIZES)
     Engine(programs, bank, base="base", queue=1).warm_up()
     return programs, bank
 
