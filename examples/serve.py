@@ -95,9 +95,7 @@ def run() -> None:
     stop = frozenset() if end is None or _TRIAL.value else frozenset([end])
     server = web.Server(engine, checkpoint.tokenizer, stop, _MOST_UPLOAD.value << 20)
     engine.start()
-    length = engine.programs.sizes.length
-    gap = trial.gap_without_server(checkpoint, tried, length, _CACHE.value)
-    asyncio.run(serve(server, gap))
+    asyncio.run(serve(server, checkpoint, tried))
     if engine.failed:
         sys.exit(f"error: {engine.failed}")
 
@@ -120,7 +118,7 @@ def make_engine(checkpoint: smollm.Checkpoint) -> engines.Engine:
     return engines.Engine(programs, bank, base=_NAME.value, queue=_QUEUE.value)
 
 
-async def serve(server, gap) -> None:
+async def serve(server, checkpoint, tried) -> None:
     from serving import trial, web
 
     stop = asyncio.Event()
@@ -129,9 +127,12 @@ async def serve(server, gap) -> None:
     port = 0 if _TRIAL.value else _PORT.value
     async with web.listening(server, _HOST.value, port, _GRACE.value) as port:
         if _TRIAL.value:
-            models = [name for name in server.engine.models if name != server.engine.base]
+            length = server.engine.programs.sizes.length
+            model = decoding.make_model(checkpoint.config, length, _CACHE.value)
+            empty = decoding.empty_cache(model)
+            gap = trial.gap_without_server(checkpoint, tried, model, empty, length)
             try:
-                print(await trial.measure(port, models, _TRIAL.value, _TOKENS.value, gap))
+                print(await trial.measure(port, [*tried], _TRIAL.value, _TOKENS.value, gap))
             except trial.TrialError as error:
                 raise InputError(f"the trial: {error}") from error
             return

@@ -12,9 +12,7 @@ import aiohttp
 import jax
 import numpy as np
 
-import decoding
 import haiku_implicit as hki
-import smollm
 
 BEGINNINGS = (
     "The sea is",
@@ -58,15 +56,19 @@ Gap = Callable[[str, str, list[int], tuple[int, int]], tuple[float, float]]
 
 
 def gap_without_server(
-    checkpoint: smollm.Checkpoint, adapters: dict[str, hki.AdapterParts], length: int, cache: str
+    checkpoint: Any, adapters: dict[str, hki.AdapterParts], model: Any, empty: Any, length: int
 ) -> Gap:
     """Returns a function that asks the model, which reads all tokens at once.
 
     It asks twice, with scales of norms that differ by a millionth, as sums do that are computed in
     another order: low-bit codes of a cache or of activations that change with it change more.
+
+    Args:
+      checkpoint: the model's parameters and tokenizer.
+      adapters: by name.
+      model, empty: the model with a cache, and its state before the first token.
+      length: the cache's positions.
     """
-    model = decoding.make_model(checkpoint.config, length, cache)
-    empty = decoding.empty_cache(model)
 
     @jax.jit
     def logits_of(params: Any, tokens: jax.Array, count: int, factor: float) -> jax.Array:
