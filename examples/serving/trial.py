@@ -60,7 +60,7 @@ def gap_without_server(
 ) -> Gap:
     """Returns a function that asks the model, which reads all tokens at once.
 
-    It asks twice, with scales of norms that differ by a millionth, as sums do that are computed in
+    It asks again with scales of norms that differ by up to a millionth, as sums do that are computed in
     another order: low-bit codes of a cache or of activations that change with it change more.
 
     Args:
@@ -82,11 +82,11 @@ def gap_without_server(
         tokens = [*checkpoint.tokenizer.encode(prompt).ids, *answer]
         padded = np.zeros(length, np.int32)
         padded[: len(tokens)] = tokens
-        one, other = (
-            np.asarray(logits_of(params, padded, len(tokens), np.float32(factor)))
-            for factor in (1, 1 + 2.0**-20)
+        one, *others = (
+            np.asarray(logits_of(params, padded, len(tokens), np.float32(1 + n * 2.0**-21)))
+            for n in (0, 1, 2, -1, -2)
         )
-        return abs(one[pair[0]] - one[pair[1]]), np.abs(one - other).max()
+        return abs(one[pair[0]] - one[pair[1]]), np.abs(one - others).max()
 
     return gap
 
