@@ -11,6 +11,7 @@ import asyncio
 import pathlib
 import signal
 import sys
+from typing import Any
 
 import jax
 from absl import app, flags
@@ -30,7 +31,11 @@ _CAPACITY = flags.DEFINE_integer("capacity", 8, "How many adapters there is room
 _RANK = flags.DEFINE_integer("rank", 8, "Their largest rank.", 1)
 _TARGETS = flags.DEFINE_string("targets", ".*_proj/w", "The weights that they may be for.")
 _CACHE = flags.DEFINE_enum("cache", "int8", ["int8", "int4", "f32"], "The format of the cache.")
-_LENGTH = flags.DEFINE_integer("cache_length", 256, "Most tokens of prompt and answer together.", 2)
+_LENGTHS = flags.DEFINE_list(
+    "cache_length",
+    ["64", "256"],
+    "How many tokens of prompt and answer a cache has; the last one is the most.",
+)
 _PIECES = flags.DEFINE_list(
     "pieces", ["8", "32"], "Lengths of the pieces that prompts are read in."
 )
@@ -71,12 +76,14 @@ def run() -> None:
     checkpoint = smollm.read_gguf(_GGUF.value or smollm.fetch(smollm.MODEL))
     engine = make_engine(checkpoint)
     engine.warm_up(lambda works: tqdm(works, "compiling", leave=False))
-    if _TRIAL.value:
-        for seed in range(_CAPACITY.value):
-            adapter = trial.random_adapter(
-                checkpoint.params, seed, rank=_RANK.value, targets=_TARGETS.value
-            )
-            engine.put_adapter(f"adapter-{seed}", adapter)
+    tried = {
+        f"adapter-{seed}": trial.random_adapter(
+            checkpoint.params, seed, rank=_RANK.value, targets=_TARGETS.value
+        )
+        for seed in range(_CAPACITY.value if _TRIAL.value else 0)
+    }
+    for name, adapter in tried.items():
+        engine.put_adapter(name, adapter)
     for path in sorted(
         pathlib.Path(_ADAPTERS.value).glob("*.safetensors") if _ADAPTERS.value else []
     ):
@@ -88,7 +95,7 @@ def run() -> None:
     stop = frozenset() if end is None or _TRIAL.value else frozenset([end])
     server = web.Server(engine, checkpoint.tokenizer, stop, _MOST_UPLOAD.value << 20)
     engine.start()
-    asyncio.run(serve(server))
+    asyncio.run(serve(server, checkpoint, tried))
     if engine.failed:
         sys.exit(f"error: {engine.failed}")
 
@@ -96,19 +103,22 @@ def run() -> None:
 def make_engine(checkpoint: smollm.Checkpoint) -> engines.Engine:
     """Makes the engine from the flags."""
     try:
-        pieces, widths = (tuple(map(int, flag.value)) for flag in (_PIECES, _WIDTHS))
-        sizes = Sizes(_LENGTH.value, pieces, widths, _BURST.value, _READERS.value)
+        lists = (tuple(map(int, flag.value)) for flag in (_LENGTHS, _PIECES, _WIDTHS))
+        sizes = Sizes(*lists, _BURST.value, _READERS.value)
     except ValueError as error:
-        raise InputError(f"--pieces, --widths: {error}") from error
+        raise InputError(f"--cache_length, --pieces, --widths: {error}") from error
     bank = hki.AdapterBank.of(
         checkpoint.params, capacity=_CAPACITY.value + 1, rank=_RANK.value, targets=_TARGETS.value
     )
-    model = decoding.make_model(checkpoint.config, sizes.length, _CACHE.value)
-    programs = Programs(model, decoding.empty_cache(model), sizes)
+
+    def model(length: int) -> Any:
+        return decoding.make_model(checkpoint.config, length, _CACHE.value)
+
+    programs = Programs(model, decoding.empty_cache, sizes)
     return engines.Engine(programs, bank, base=_NAME.value, queue=_QUEUE.value)
 
 
-async def serve(server) -> None:
+async def serve(server, checkpoint, tried) -> None:
     from serving import trial, web
 
     stop = asyncio.Event()
@@ -117,9 +127,12 @@ async def serve(server) -> None:
     port = 0 if _TRIAL.value else _PORT.value
     async with web.listening(server, _HOST.value, port, _GRACE.value) as port:
         if _TRIAL.value:
-            models = [name for name in server.engine.models if name != server.engine.base]
+            length = server.engine.programs.sizes.length
+            model = decoding.make_model(checkpoint.config, length, _CACHE.value)
+            empty = decoding.empty_cache(model)
+            gap = trial.gap_without_server(checkpoint, tried, model, empty, length)
             try:
-                print(await trial.measure(port, models, _TRIAL.value, _TOKENS.value))
+                print(await trial.measure(port, [*tried], _TRIAL.value, _TOKENS.value, gap))
             except trial.TrialError as error:
                 raise InputError(f"the trial: {error}") from error
             return

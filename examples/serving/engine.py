@@ -276,15 +276,24 @@ class Engine:
             how, empty = sampling_of([None] * rows), [programs.empty] * rows
             programs.read(self._leaves, [0] * rows, empty, [[0]] * rows, size, how)
 
-        def decode(width: int) -> None:
-            programs.decode(self._leaves, [0] * width, sampling_of([None] * width), 1)
+        def decode(width: int, length: int) -> None:
+            programs.decode(self._leaves, [0] * width, sampling_of([None] * width), 1, length)
+            for adapter in (0, 1):
+                programs.join(self._leaves, adapter, programs.empty, 0, length)
+
+        def make_rooms() -> None:
+            for length in sizes.lengths:
+                for width in (*sizes.widths, *sizes.widths[::-1]):
+                    programs.make_room(width, length)
+            for width in sizes.widths:
+                for length in (*sizes.lengths, *sizes.lengths[::-1]):
+                    programs.make_room(width, length)
 
         works += [lambda n=size: read(1, n) for size in sizes.pieces]
         works.append(lambda: read(sizes.readers, sizes.pieces[0]))
-        for width in sizes.widths:
-            works.append(lambda n=width: decode(n))
-            works.append(lambda: programs.join(self._leaves, 0, programs.empty, 0))
-        works.append(lambda: decode(sizes.widths[0]))  # and to fewer rows again
+        for width, length in itertools.product(sizes.widths, sizes.lengths):
+            works.append(lambda room=(width, length): decode(*room))
+        works.append(make_rooms)
         for work in shown(works):
             work()
 
@@ -368,7 +377,7 @@ class Engine:
         for slot, request, piece, state in zip(slots, requests, pieces, states, strict=True):
             request.read, request.state = request.read + len(piece), state
             if request.read == len(request.prompt):
-                self.programs.join(leaves, request.adapter, state, slot)
+                self.programs.join(leaves, request.adapter, state, slot, request.read)
                 request.state = None
         with self._lock:
             for slot, request, piece, token in zip(slots, requests, pieces, tokens, strict=True):
@@ -388,11 +397,13 @@ class Engine:
             running = {slot: r for slot, r in self._running.items() if r.tokens}
             leaves, steps = self._leaves, self._steps(list(running.values()))
         rows = [running.get(slot) for slot in range(max(running) + 1)]
+        used = max(len(r.prompt) + len(r.tokens) - 1 for r in running.values())
         decoded = self.programs.decode(
             leaves,
             [r.tokens[-1] if r else 0 for r in rows],
             sampling_of(rows),
             steps,
+            min(used + steps, self.programs.sizes.length),
         )
         with self._lock:
             self.counters.steps += steps

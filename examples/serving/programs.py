@@ -5,6 +5,8 @@ for a batch of one with its own position. The model knows nothing of this: `jax.
 """
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,21 +23,22 @@ class Sizes:
     """The shapes of all programs: nothing else is ever compiled.
 
     Attributes:
-      length: positions in each request's cache, for its prompt and its answer.
+      lengths: positions in the cache of each row, of which a call that decodes takes the fewest that it
+        needs; the last one is the most for a prompt and its answer.
       pieces: lengths of the pieces in which prompts are read; the last piece of a prompt is padded.
       widths: numbers of rows that a call decodes; the last one is the number of slots.
       burst: how many tokens a call decodes, for all requests together, if they are fewer than that.
       readers: how many prompts a call may read, a piece of the first length of each.
     """
 
-    length: int
+    lengths: tuple[int, ...]
     pieces: tuple[int, ...]
     widths: tuple[int, ...]
     burst: int = 8
     readers: int = 8
 
     def __post_init__(self):
-        for name in ("pieces", "widths"):
+        for name in ("lengths", "pieces", "widths"):
             values = getattr(self, name)
             if not values or values[0] < 1 or list(values) != sorted(set(values)):
                 raise ValueError(f"{name}: expected increasing positive numbers, got {values}")
@@ -45,6 +48,11 @@ class Sizes:
                 f"pieces: expected that the first one divides the others and length={self.length}, got "
                 f"{self.pieces}"
             )
+
+    @property
+    def length(self) -> int:
+        """The positions that a request has, for its prompt and its answer."""
+        return self.lengths[-1]
 
     @property
     def slots(self) -> int:
@@ -81,50 +89,67 @@ class Sampling(NamedTuple):
         return Sampling(*(np.asarray(x, dtype) for x, dtype in zip(self, dtypes, strict=True)))
 
 
-class Programs:
-    """The programs for a model and a bank, and the rows of the running requests.
+class Leaves(NamedTuple):
+    """The arrays of a bank: JAX passes them on faster than a tree of Python objects.
 
-    A bank is passed as its leaves (`leaves_of`): JAX passes a list of arrays on faster than a tree of
-    Python objects.
+    Each program gets only what it needs, because each array takes some microseconds of a call.
+
+    Attributes:
+      number: another one for each bank.
     """
 
-    def __init__(self, model: Any, empty: Any, sizes: Sizes):
+    params: list[jax.Array]
+    slots: list[jax.Array]
+    number: int
+
+
+class Programs:
+    """The programs for a model and a bank, and the rows of the running requests."""
+
+    def __init__(self, model: Callable[[int], Any], empty: Callable[[Any], Any], sizes: Sizes):
         """
         Args:
-          model: `apply(params, state, None, tokens [1, time], only)` gives the logits after the token
-            with the index `only`, and the next state.
-          empty: the state before the first token, of `sizes.length` positions.
+          model: makes a model with a cache of so many positions: `apply(params, state, None,
+            tokens [1, time], only)` gives the logits after the token with the index `only`, and the
+            next state.
+          empty: makes the state of a model before the first token.
           sizes: the shapes of the programs.
         """
         self.sizes = sizes
-        self._model = model
-        self.empty, self._state = jax.tree.flatten(empty)
+        self._models = {length: model(length) for length in sizes.lengths}
+        states = {length: empty(model) for length, model in self._models.items()}
+        self.empty, self._state = jax.tree.flatten(states[sizes.length])
+        self._shapes = {n: [x.shape for x in jax.tree.leaves(state)] for n, state in states.items()}
         self._bank: Any = None
-        self._rows: list[jax.Array] = []
+        self._factors: list[jax.Array] = []  # of each row, and the states
+        self._states: list[jax.Array] = []
+        self._room = sizes.widths[0], sizes.lengths[0]
         self._read = jax.jit(self._read_of)
-        self._join = jax.jit(self._join_of, donate_argnums=1)
-        self._decode = jax.jit(self._decode_of, donate_argnums=1)
-        self._resize = jax.jit(resized, static_argnames="width")
+        self._numbers = itertools.count()
+        self._chosen: dict[int, tuple[int, int]] = {}  # a row's factors: of which bank and adapter
+        self._choose = jax.jit(self._choose_of, donate_argnums=1)
+        self._join = jax.jit(self._join_of, donate_argnums=0)
+        self._decode = jax.jit(self._decode_of, static_argnames="length", donate_argnums=2)
+        self._resize = jax.jit(resized, static_argnames="shape")
 
-    @property
-    def width(self) -> int:
-        """The number of rows, one of `sizes.widths`."""
-        return len(self._rows[0])
-
-    def leaves_of(self, bank: hki.AdapterBank) -> list[jax.Array]:
+    def leaves_of(self, bank: hki.AdapterBank) -> Leaves:
         """Returns the arrays of a bank; all banks of one `Programs` have one structure."""
-        leaves, structure = jax.tree.flatten(bank)
+        structure = jax.tree.structure(bank.params), jax.tree.structure(bank.slots)
         if self._bank is None:
-            one = [*jax.tree.leaves(jax.eval_shape(bank.factors, 0)), *self.empty]
-            self._rows = [jnp.zeros((self.sizes.widths[0], *x.shape), x.dtype) for x in one]
+            width, length = self._room
+            one = jax.tree.leaves(jax.eval_shape(bank.factors, 0))
+            self._factors = [jnp.zeros((width, *x.shape), x.dtype) for x in one]
+            shapes = zip(self._shapes[length], self.empty, strict=True)
+            self._states = [jnp.zeros((width, *shape), x.dtype) for shape, x in shapes]
         elif self._bank != structure:
             raise ValueError("bank: another structure than that of the bank before")
         self._bank = structure
-        return leaves
+        leaves = map(jax.tree.leaves, (bank.params, bank.slots))
+        return Leaves(*leaves, number=next(self._numbers))
 
     def read(
         self,
-        bank: list[jax.Array],
+        bank: Leaves,
         adapters: list[int],
         states: list[list[jax.Array]],
         pieces: list[list[int]],
@@ -134,7 +159,7 @@ class Programs:
         """Reads a piece of each prompt, and returns the tokens after them and the next states.
 
         Args:
-          bank: its leaves.
+          bank: the leaves of a bank.
           adapters: the prompts' slots in the bank.
           states: the requests' states, `empty` before the first piece.
           pieces: the tokens of one prompt, or of up to `sizes.readers`.
@@ -148,45 +173,80 @@ class Programs:
         counts = [*map(len, pieces), *[1] * padding]
         where = np.asarray([[*adapters, *[0] * padding], counts], np.int32)
         states = [*states, *[self.empty] * padding]
-        out, states = self._read(bank, states, where, tokens, how.padded(padding))
+        out, states = self._read(bank[:2], states, where, tokens, how.padded(padding))
         return np.asarray(out)[: len(pieces)].tolist(), states[: len(pieces)]
 
-    def join(self, bank: list[jax.Array], adapter: int, state: list[jax.Array], slot: int) -> None:
-        """Writes a request's state and its adapter's factors into a row, whatever it held before."""
-        self._make_width(max(self.width, slot + 1))
-        self._rows = self._join(bank, self._rows, state, np.asarray([adapter, slot], np.int32))
+    def join(
+        self, bank: Leaves, adapter: int, state: list[jax.Array], slot: int, count: int
+    ) -> None:
+        """Writes a request's state and its adapter's factors into a row, whatever it held before.
+
+        Args:
+          bank, adapter, state: as for `read`.
+          slot: the row.
+          count: how many positions of the state are in use.
+        """
+        width, length = self._room
+        self.make_room(max(width, slot + 1), max(length, count))
+        if self._chosen.get(slot) != (bank.number, adapter):
+            where = np.asarray([adapter, slot], np.int32)
+            self._factors = self._choose(bank.slots, self._factors, where)
+            self._chosen[slot] = bank.number, adapter
+        self._states = self._join(self._states, state, np.int32(slot))
 
     def decode(
-        self, bank: list[jax.Array], tokens: list[int], how: Sampling, steps: int
+        self, bank: Leaves, tokens: list[int], how: Sampling, steps: int, count: int
     ) -> list[list[int]]:
         """Returns the next tokens of the first rows, a list for each step.
 
         Args:
-          bank: its leaves.
+          bank: the leaves of a bank.
           tokens: the last token of each row; as many as the rows that are decoded.
           how: the sampling settings, lists as long.
           steps: 1 to `sizes.burst`.
+          count: the most positions of a row that are in use after these steps.
         """
-        self._make_width(len(tokens))
-        padding = self.width - len(tokens)
+        self.make_room(len(tokens), count)
+        width, length = self._room
+        padding = width - len(tokens)
         last = np.asarray([*tokens, *[0] * padding], np.int32)
-        out, self._rows = self._decode(bank, self._rows, last, how.padded(padding), np.int32(steps))
+        out, self._states = self._decode(
+            bank.params,
+            self._factors,
+            self._states,
+            last,
+            how.padded(padding),
+            np.int32(steps),
+            length=length,
+        )
         return np.asarray(out)[:steps].tolist()
 
-    def _make_width(self, least: int) -> None:
-        """Makes the number of rows the smallest width that is not less."""
-        widths = self.sizes.widths
-        wanted = next(i for i, width in enumerate(widths) if width >= least)
-        while (now := widths.index(self.width)) != wanted:
-            width = widths[now + (1 if wanted > now else -1)]
-            self._rows = self._resize(self._rows, width=width)
+    def make_room(self, rows: int, positions: int) -> None:
+        """Makes the rows and their positions the fewest for which there are programs.
 
-    def _read_of(self, bank, states, where, tokens, how):
-        bank = jax.tree.unflatten(self._bank, bank)
+        It goes from one size to the next, so that there are few programs for this, too.
+        """
+        sizes = self.sizes.widths, self.sizes.lengths
+        for axis, least in enumerate((rows, positions)):
+            wanted = next(i for i, size in enumerate(sizes[axis]) if size >= least)
+            while (now := sizes[axis].index(self._room[axis])) != wanted:
+                room = [*self._room]
+                room[axis] = sizes[axis][now + (1 if wanted > now else -1)]
+                self._room = width, length = tuple(room)
+                self._chosen = {row: x for row, x in self._chosen.items() if row < width}
+                self._factors = [self._fit(x, (width, *x.shape[1:])) for x in self._factors]
+                shapes = zip(self._states, self._shapes[length], strict=True)
+                self._states = [self._fit(x, (width, *shape)) for x, shape in shapes]
+
+    def _fit(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return x if x.shape == shape else self._resize(x, shape=shape)
+
+    def _read_of(self, leaves, states, where, tokens, how):
+        bank = hki.AdapterBank(*map(jax.tree.unflatten, self._bank, leaves))
 
         def one(adapter, count, state, tokens):
             state = jax.tree.unflatten(self._state, state)
-            logits, after = self._model.apply(
+            logits, after = self._models[self.sizes.length].apply(
                 bank.select(adapter), state, None, tokens[None], count - 1
             )
             # The padding's keys come after the position: masked, and later overwritten.
@@ -196,22 +256,23 @@ class Programs:
         logits, after = jax.vmap(one)(*where, stacked, tokens)
         return choose_each(logits, how), [[x[i] for x in after] for i in range(len(states))]
 
-    def _join_of(self, bank, rows, state, where):
+    def _choose_of(self, slots, factors, where):
         adapter, slot = where
-        factors = jax.tree.unflatten(self._bank, bank).factors(adapter)
-        row = [*jax.tree.leaves(factors), *state]
+        bank = hki.AdapterBank({}, jax.tree.unflatten(self._bank[1], slots))
+        return self._join_of(factors, jax.tree.leaves(bank.factors(adapter)), slot)
+
+    def _join_of(self, rows, row, slot):
         return [
-            jax.lax.dynamic_update_index_in_dim(x, new, slot, 0)
+            jax.lax.dynamic_update_index_in_dim(x, first_of(new, x.shape[1:]), slot, 0)
             for x, new in zip(rows, row, strict=True)
         ]
 
-    def _decode_of(self, bank, rows, tokens, how, steps):
-        bank = jax.tree.unflatten(self._bank, bank)
-        of_factors, names = jax.tree.flatten(bank.slots)
-        factors = jax.tree.unflatten(names, rows[: len(of_factors)])
+    def _decode_of(self, params, factors, states, tokens, how, steps, length):
+        bank = hki.AdapterBank(jax.tree.unflatten(self._bank[0], params), {})
+        factors = jax.tree.unflatten(self._bank[1], factors)
 
         def one(factors, state, token):
-            logits, state = self._model.apply(
+            logits, state = self._models[length].apply(
                 bank.with_factors(factors), state, None, token[None, None]
             )
             return logits[0, 0], state
@@ -222,18 +283,20 @@ class Programs:
             tokens = choose_each(logits, how._replace(index=how.index + i))
             return state, tokens, out.at[i].set(tokens)
 
-        state = jax.tree.unflatten(self._state, rows[len(of_factors) :])
+        state = jax.tree.unflatten(self._state, states)
         out = jnp.zeros((self.sizes.burst, len(tokens)), jnp.int32)
         state, _, out = jax.lax.fori_loop(0, steps, step, (state, tokens, out))
-        return out, [*rows[: len(of_factors)], *jax.tree.leaves(state)]
+        return out, jax.tree.leaves(state)
 
 
-def resized(rows: list[jax.Array], width: int) -> list[jax.Array]:
-    """Returns the first rows, or the rows and zeros after them."""
-    more = width - len(rows[0])
-    if more <= 0:
-        return [x[:width] for x in rows]
-    return [jnp.concatenate([x, jnp.zeros((more, *x.shape[1:]), x.dtype)]) for x in rows]
+def resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the first elements along each axis, with zeros after them if there are fewer."""
+    x = first_of(x, shape)
+    return jnp.pad(x, [(0, n - have) for n, have in zip(shape, x.shape, strict=True)])
+
+
+def first_of(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x[tuple(map(slice, shape))]
 
 
 def at_position(state: Any, before: Any, count: jax.Array) -> Any:

@@ -24,6 +24,7 @@ class Question(NamedTuple):
       max_tokens: None for as many as fit, the default of chats.
       stop: texts that end the answer.
       include_usage: whether a stream ends with the token counts.
+      return_token_ids: whether the answer's end has its tokens.
     """
 
     model: str
@@ -35,6 +36,7 @@ class Question(NamedTuple):
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    return_token_ids: bool = False
 
 
 class Field(NamedTuple):
@@ -98,6 +100,7 @@ COMMON = {
     "stop": Field([], "a text of 1 to 100 characters, or up to 4 of them", is_stop),
     "stream": Field(False, "true or false", lambda x: type(x) is bool),
     "stream_options": Field({}, 'an object like {"include_usage": true}', is_stream_options),
+    "return_token_ids": Field(False, "true or false", lambda x: type(x) is bool),
     "user": Field("", "a text", is_text),
     # Fields that only support their defaults.
     "n": Field(1, "1, other values are not supported", lambda x: x == 1),
@@ -149,6 +152,7 @@ def read(body: bytes, chat: bool) -> Question:
         stop=tuple(stop if type(stop) is list else [stop]),
         stream=value_of("stream"),
         include_usage=value_of("stream_options").get("include_usage", False),
+        return_token_ids=value_of("return_token_ids"),
     )
 
 

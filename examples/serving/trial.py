@@ -5,7 +5,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -25,17 +25,16 @@ BEGINNINGS = (
 
 
 class TrialError(Exception):
-    """An unanswered request."""
+    """An unanswered request, or a wrong answer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """The answer to one request, with times (seconds since it was sent)."""
 
-    text: str
+    tokens: list[int]
     first: float
     whole: float
-    tokens: int
 
 
 def random_adapter(params: Any, seed: int, *, rank: int, targets: str) -> hki.AdapterParts:
@@ -51,14 +50,55 @@ def random_adapter(params: Any, seed: int, *, rank: int, targets: str) -> hki.Ad
     return dataclasses.replace(adapter, weights=weights)
 
 
-async def measure(port: int, models: Sequence[str], requests: int, tokens: int) -> str:
+# Of a model, a prompt, the tokens after it, and two more tokens: how far apart the logits of these two
+# are, and by how much rounding changes logits there.
+Gap = Callable[[str, str, list[int], tuple[int, int]], tuple[float, float]]
+
+
+def gap_without_server(
+    checkpoint: Any, adapters: dict[str, hki.AdapterParts], model: Any, empty: Any, length: int
+) -> Gap:
+    """Returns a function that asks the model, which reads all tokens at once.
+
+    It asks again with scales of norms that differ by up to a millionth, as sums do that are computed in
+    another order: low-bit codes of a cache or of activations that change with it change more.
+
+    Args:
+      checkpoint: the model's parameters and tokenizer.
+      adapters: by name.
+      model, empty: the model with a cache, and its state before the first token.
+      length: the cache's positions.
+    """
+
+    @jax.jit
+    def logits_of(params: Any, tokens: jax.Array, count: int, factor: float) -> jax.Array:
+        params = jax.tree.map(lambda x: x * factor if x.ndim == 1 else x, params)
+        return model.apply(params, empty, None, tokens[None], count - 1)[0][0, 0]
+
+    def gap(
+        name: str, prompt: str, answer: list[int], pair: tuple[int, int]
+    ) -> tuple[float, float]:
+        params = hki.set_adapter(checkpoint.params, adapters[name])
+        tokens = [*checkpoint.tokenizer.encode(prompt).ids, *answer]
+        padded = np.zeros(length, np.int32)
+        padded[: len(tokens)] = tokens
+        one, *others = (
+            np.asarray(logits_of(params, padded, len(tokens), np.float32(1 + n * 2.0**-21)))
+            for n in (0, 1, 2, -1, -2)
+        )
+        return abs(one[pair[0]] - one[pair[1]]), np.abs(one - others).max()
+
+    return gap
+
+
+async def measure(port: int, models: Sequence[str], requests: int, tokens: int, gap: Gap) -> str:
     """Sends the requests, to the models in turn, one at a time and then all at once.
 
     Returns:
       A table.
 
     Raises:
-      TrialError: if an answer is an error.
+      TrialError: if an answer is an error, or differs by more than rounding.
     """
     bodies = [
         dict(
@@ -67,7 +107,7 @@ async def measure(port: int, models: Sequence[str], requests: int, tokens: int) 
             max_tokens=tokens,
             temperature=0,
             stream=True,
-            stream_options={"include_usage": True},
+            return_token_ids=True,
         )
         for i in range(requests)
     ]
@@ -91,14 +131,44 @@ async def measure(port: int, models: Sequence[str], requests: int, tokens: int) 
         row("one at a time", alone, *(between - start)),
         row("all at once", together, *(end - between)),
     ]
-    same = sum(a.text == b.text for a, b in zip(alone, together, strict=True))
     lines += [
         "",
         f"requests        {requests}, for {len(models)} models",
-        f"same answers    {same} of {requests}",
+        f"same answers    {compared(bodies, alone, together, gap)}",
         f"compiled        {compiled} programs since the server was ready",
     ]
     return "\n".join(lines)
+
+
+def compared(
+    bodies: Sequence[dict[str, Any]], alone: Sequence[Answer], together: Sequence[Answer], gap: Gap
+) -> str:
+    """Counts equal answers, and those that part where two tokens are almost equally likely.
+
+    Raises:
+      TrialError: if two answers part elsewhere.
+    """
+    near = []
+    for body, a, b in zip(bodies, alone, together, strict=True):
+        if a.tokens == b.tokens:
+            continue
+        both = [*zip(a.tokens, b.tokens, strict=True)]
+        at = next(i for i, (one, other) in enumerate(both) if one != other)
+        near.append(gap(body["model"], body["prompt"], a.tokens[:at], both[at]))
+        if near[-1][0] > near[-1][1]:
+            raise TrialError(
+                f"{body['model']}, {body['prompt']!r}: token {at} is {both[at][0]} alone and "
+                f"{both[at][1]} together; their logits are {near[-1][0]:.2g} apart, and rounding "
+                f"changes logits by {near[-1][1]:.2g}"
+            )
+    same = f"{len(alone) - len(near)} of {len(alone)}"
+    if not near:
+        return same
+    apart, changed = (f"{max(x):.2g}" for x in zip(*near, strict=True))
+    return (
+        f"{same}; {len(near)} part where two logits are up to {apart} apart, and rounding changes "
+        f"logits by up to {changed}"
+    )
 
 
 def clocks() -> np.ndarray:
@@ -112,7 +182,7 @@ def row(name: str, answers: Sequence[Answer], seconds: float, of_processor: floa
     def cell(values: Sequence[float]) -> str:
         return f"{statistics.median(values):.2f} ({max(values):.2f})"
 
-    tokens = sum(a.tokens for a in answers)
+    tokens = sum(len(a.tokens) for a in answers)
     first, whole = (cell([getattr(a, name) for a in answers]) for name in ("first", "whole"))
     speed = f"{tokens / seconds:>10.1f}{1e3 * of_processor / tokens:>22.2f}"
     return f"{name:16}{speed}{first:>18}{whole:>18}"
@@ -120,7 +190,7 @@ def row(name: str, answers: Sequence[Answer], seconds: float, of_processor: floa
 
 async def ask(session: aiohttp.ClientSession, body: dict[str, Any]) -> Answer:
     """One streamed completion."""
-    start, first, pieces, usage = time.perf_counter(), None, [], None
+    start, first, tokens = time.perf_counter(), None, []
     async with session.post("/v1/completions", json=body) as response:
         if response.status != 200:
             raise TrialError(f"{response.status}: {await response.text()}")
@@ -132,8 +202,5 @@ async def ask(session: aiohttp.ClientSession, body: dict[str, Any]) -> Answer:
             if "error" in data:
                 raise TrialError(data["error"]["message"])
             first = first or time.perf_counter() - start
-            pieces += [choice["text"] for choice in data["choices"]]
-            usage = data.get("usage", usage)
-    return Answer(
-        "".join(pieces), first or 0.0, time.perf_counter() - start, usage["completion_tokens"]
-    )
+            tokens = data["choices"][0].get("token_ids", tokens)
+    return Answer(tokens, first or 0.0, time.perf_counter() - start)

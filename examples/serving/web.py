@@ -313,6 +313,8 @@ class Reply:
         return {**self._about, "choices": [], "usage": self.usage}
 
     def _choice(self, said: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        if reason and self.question.return_token_ids:
+            said = said | {"token_ids": self.request.tokens[: self.tokens]}
         return {"index": 0, **said, "finish_reason": reason, "logprobs": None}
 
 

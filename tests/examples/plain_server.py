@@ -29,11 +29,11 @@ class Counting:
         states = [(*state, *piece) for state, piece in zip(states, pieces, strict=True)]
         return [piece[-1] + 1 for piece in pieces], states
 
-    def join(self, bank, adapter, state, slot):
-        assert 0 <= slot < self.sizes.slots
+    def join(self, bank, adapter, state, slot, count):
+        assert 0 <= slot < self.sizes.slots and count == len(state)
 
-    def decode(self, bank, tokens, how, steps):
-        assert 1 <= steps <= self.sizes.burst
+    def decode(self, bank, tokens, how, steps, count):
+        assert 1 <= steps <= self.sizes.burst and steps < count <= self.sizes.length
         self.calls.append((steps, len(tokens)))
         return [[token + i for token in tokens] for i in range(1, steps + 1)]
 

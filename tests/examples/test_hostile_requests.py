@@ -33,7 +33,7 @@ def answers(monkeypatch):
     monkeypatch.setattr(logging, "exception", lambda *args: logged.append(args))
 
     async def run(requests):
-        sizes = Sizes(length=400, pieces=(100,), widths=(2,))
+        sizes = Sizes(lengths=(400,), pieces=(100,), widths=(2,))
         engine = Engine(plain_server.Counting(sizes), None, base="base", queue=4)
         server = web.Server(engine, plain_server.byte_tokenizer(), frozenset(), MOST_UPLOAD)
         engine.start()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import time
 
 import aiohttp
 import gguf
+import haiku as hk
 import jax
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ import pytest
 import decoding
 import haiku_implicit as hki
 import smollm
+from models import llama
 from serving import trial, web
 from serving.compilations import Compilations
 from serving.engine import Engine
@@ -34,7 +37,7 @@ pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 TARGETS = ".*_proj/w"
 NAMES = [f"a{i}" for i in range(8)]
-SIZES = Sizes(length=64, pieces=(8,), widths=(1, 16))
+SIZES = Sizes(lengths=(16, 64), pieces=(8,), widths=(1, 16))
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +88,8 @@ def alone(checkpoint, adapters):
 @pytest.fixture(scope="module")
 def compiled(checkpoint):
     bank = hki.AdapterBank.of(checkpoint.params, capacity=10, rank=2, targets=TARGETS)
-    model = decoding.make_model(checkpoint.config, SIZES.length, "int8")
-    programs = Programs(model, decoding.empty_cache(model), SIZES)
+    model = functools.partial(decoding.make_model, checkpoint.config, cache="int8")
+    programs = Programs(model, decoding.empty_cache, SIZES)
     Engine(programs, bank, base="base", queue=1).warm_up()
     return programs, bank
 
@@ -238,6 +241,19 @@ def test_whoever_goes_away_gives_the_slot_back(compiled, checkpoint, adapters, s
     counters = asyncio.run(run())
     # The token after the prompt, and those of one call.
     assert counters.finished == {"cancelled": 1} and counters.tokens == 1 + SIZES.burst
+
+
+def test_the_trial_asks_the_model_itself(checkpoint, adapters):
+    model = decoding.make_model(checkpoint.config, SIZES.length, "f32")
+    empty = decoding.empty_cache(model)
+    gap = trial.gap_without_server(checkpoint, adapters, model, empty, SIZES.length)
+    tokens = np.asarray([[*checkpoint.tokenizer.encode("abcd").ids, 5, 6]])
+    dense = hki.materialize(hki.set_adapter(checkpoint.params, adapters["a1"]))
+    plain = hk.without_apply_rng(hk.transform(lambda x: llama.Llama(checkpoint.config)(x)))
+    logits = np.asarray(jax.jit(plain.apply)(dense, tokens))[0, -1]
+    apart, rounding = gap("a1", "abcd", [5, 6], (3, 9))
+    np.testing.assert_allclose(apart, abs(logits[3] - logits[9]), rtol=1e-4)
+    assert apart > 100 * rounding > 0
 
 
 def test_errors(compiled, checkpoint, adapters, tmp_path):

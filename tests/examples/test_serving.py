@@ -26,7 +26,7 @@ from tests.examples import plain_server
 CONFIG = llama.LlamaConfig(
     vocab_size=61, dim=32, num_layers=1, num_heads=4, num_kv_heads=2, hidden_dim=48, tied=False
 )
-SIZES = Sizes(length=24, pieces=(4, 8), widths=(1, 2), burst=4, readers=3)
+SIZES = Sizes(lengths=(8, 24), pieces=(4, 8), widths=(1, 2), burst=4, readers=3)
 ONE_BY_ONE = dataclasses.replace(SIZES, burst=1)
 NAMES = ("a0", "a1", "a2")
 TARGETS = ".*/(q_proj|down_proj)/w"
@@ -57,8 +57,8 @@ def strong(adapter, factor):
 def compiled(params):
     """The programs, ready, and an empty bank."""
     bank = hki.AdapterBank.of(params, capacity=4, rank=3, targets=TARGETS)
-    model = decoding.make_model(CONFIG, SIZES.length, "int8")
-    made = programs.Programs(model, decoding.empty_cache(model), SIZES)
+    model = functools.partial(decoding.make_model, CONFIG, cache="int8")
+    made = programs.Programs(model, decoding.empty_cache, SIZES)
     Engine(made, bank, base="base", queue=4).warm_up()
     return made, bank
 
@@ -75,7 +75,7 @@ def counting():
 
 @pytest.fixture
 def bursting():
-    sizes = Sizes(length=32, pieces=(4, 8), widths=(3,), burst=4)
+    sizes = Sizes(lengths=(32,), pieces=(4, 8), widths=(3,), burst=4)
     return Engine(plain_server.Counting(sizes), None, base="base", queue=4, budget=8)
 
 
@@ -246,7 +246,7 @@ def test_a_call_decodes_one_token_while_prompts_are_read(bursting):
 
 
 def test_a_call_reads_short_pieces_of_several_prompts():
-    sizes = Sizes(length=32, pieces=(4, 8), widths=(4,), readers=3)
+    sizes = Sizes(lengths=(32,), pieces=(4, 8), widths=(4,), readers=3)
     engine = Engine(plain_server.Counting(sizes), None, base="base", queue=4, budget=12)
     prompts = [[*range(10 * i, 10 * i + n)] for i, n in enumerate((6, 7, 4, 1))]
     asked = [request(prompt, "base", 2) for prompt in prompts]
@@ -265,7 +265,7 @@ def test_a_call_reads_short_pieces_of_several_prompts():
 
 
 def test_a_call_ends_with_the_first_answer_while_others_wait_for_a_slot():
-    sizes = Sizes(length=32, pieces=(4,), widths=(2,), burst=8)
+    sizes = Sizes(lengths=(32,), pieces=(4,), widths=(2,), burst=8)
     engine = Engine(plain_server.Counting(sizes), None, base="base", queue=4, budget=8)
     for i, count in ((0, 3), (10, 9), (20, 1)):
         engine.submit(request([i], "base", count)[0])
@@ -444,6 +444,28 @@ def test_a_failure_ends_all_requests(counting, monkeypatch):
         counting.submit(request([1], "base")[0])
 
 
+def test_the_trial_tells_near_ties_from_wrong_answers():
+    bodies = [dict(model="a", prompt="b")] * 3
+    one, other = (
+        [trial.Answer(x, 0.0, 0.0) for x in ([1, 2, 3], y, [7, 8, 9])]
+        for y in ([4, 5, 6], [4, 9, 0])
+    )
+    asked = []
+
+    def gap(*args):
+        asked.append(args)
+        return 0.02, 0.3
+
+    assert trial.compared(bodies, one, one, gap) == "3 of 3" and not asked
+    told = "2 of 3; 1 part where two logits are up to 0.02 apart, and rounding changes logits by up to 0.3"
+    assert trial.compared(bodies, one, other, gap) == told
+    assert asked == [("a", "b", [4], (5, 9))]
+    with pytest.raises(
+        trial.TrialError, match="a, 'b': token 1 is 5 alone and 9 together; their .* 2 apart"
+    ):
+        trial.compared(bodies, one, other, lambda *_: (2.0, 0.3))
+
+
 @pytest.mark.slow
 def test_the_nucleus_is_the_fewest_tokens_of_that_probability():
     p = np.array([0.05, 0.4, 0.1, 0.3, 0.15], np.float32)
@@ -503,10 +525,14 @@ def test_what_is_not_finite_is_seen_in_any_vocabulary(size, what):
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        (dict(length=8, pieces=(3,), widths=(1,)), "the first one divides the others and length=8"),
-        (dict(length=8, pieces=(2, 3), widths=(1,)), "the first one divides the others"),
-        (dict(length=8, pieces=(4, 2), widths=(1,)), "pieces: expected increasing"),
-        (dict(length=8, pieces=(4,), widths=()), "widths: expected increasing"),
+        (
+            dict(lengths=(8,), pieces=(3,), widths=(1,)),
+            "the first one divides the others and length=8",
+        ),
+        (dict(lengths=(8,), pieces=(2, 3), widths=(1,)), "the first one divides the others"),
+        (dict(lengths=(8,), pieces=(4, 2), widths=(1,)), "pieces: expected increasing"),
+        (dict(lengths=(8,), pieces=(4,), widths=()), "widths: expected increasing"),
+        (dict(lengths=(8, 4), pieces=(4,), widths=(1,)), "lengths: expected increasing"),
     ],
 )
 def test_sizes_are_checked(sizes, message):

@@ -577,6 +577,11 @@ class Span {
     const bool enough = (w_.rows - first_ - rows_) * w_.groups >= kLanes;
     if (numbers.dtype == XLA_FFI_DataType_F32 && w_.step == 1 && enough)
       return static_cast<const float*>(numbers.data) + at;
+    if (numbers.dtype == XLA_FFI_DataType_F32 && w_.groups == 1) {
+      const float* from = static_cast<const float*>(numbers.data) + at;
+      for (int64_t i = 0; i < count; ++i) memory[i] = from[i * w_.step];
+      return memory;
+    }
     const int64_t some = w_.step == 1 ? count : 1;  // rows that are stored one after another
     for (int64_t i = 0; i < count; i += some)
       numbers.read(at + w_.scales_before(i), some * w_.groups, memory + i * w_.groups);

@@ -124,8 +124,8 @@ void integer_rows(const Integers& integers, const Rounded<D>& x, int64_t m0, int
     scale_of_x[m] = x.scale + row * x.row_starts;
     sums_of_x[m] = x.sums + row * x.row_sums;
   }
-  for (const int64_t begin = first; first < last; first += R) {
-    if ((first - begin) % span.rows() == 0) span.read(first, last);
+  for (int64_t next = first; first < last; first += R) {
+    if (first == next) span.read(first, last), next += span.rows();
     Floats total[M][R] = {};
     const bool whole = w.rows - first > R + kBehind / w.row_bytes();  // (more rows follow)
     const uint8_t* codes[R];

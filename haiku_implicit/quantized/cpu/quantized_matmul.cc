@@ -219,8 +219,8 @@ void few_rows(const Weights& w, const Blocks& blocks, const Activations& x, int6
   uint8_t* in_bytes = padded + R * w.padded();  // [R, some * in_group]
   if (w.offset.data && !exact) sum_groups(x, w.groups, sums_of_x);
   const Decoder<kind> decode(w);
-  for (const int64_t begin = first; first < last; first += R) {
-    if ((first - begin) % span.rows() == 0) span.read(first, last);
+  for (int64_t next = first; first < last; first += R) {
+    if (first == next) span.read(first, last), next += span.rows();
     const Few<M, R> few(w, x, first);
     typename Few<M, R>::Sums total = {};
     const uint8_t *codes[R], *of_row[R];
