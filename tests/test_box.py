@@ -38,6 +38,7 @@ def silent():
         yield
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", CASES)
 def test_every_type_eager_and_jit(name, silent):
     w = CASES[name](0)

@@ -649,6 +649,7 @@ def parameters():
     }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", BRANCHES)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_branches_meet_at_their_largest_common_structure(name, jit, parameters, may_be_dense):
