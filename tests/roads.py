@@ -115,7 +115,8 @@ MODEL = hki.transform_implicit(hk.transform_with_state(forward))
 
 
 def init():
-    return hk.transform_with_state(forward).init(jax.random.key(0), inputs(0)[0], True)
+    made = jax.jit(hk.transform_with_state(forward).init, static_argnums=2)
+    return made(jax.random.key(0), inputs(0)[0], True)
 
 
 def base_of(road):

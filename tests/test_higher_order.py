@@ -515,7 +515,7 @@ def test_a_derivative_rule_of_two_results_of_which_one_becomes_dense(may_be_dens
         a, b = both(w, q * y)
         return jnp.sum(jnp.sin(a) * b)
 
-    got = jax.grad(lambda w, y: use(loss)(w, q, y), (0, 1))(w, 1.5)
+    got = jax.jit(jax.grad(lambda w, y: use(loss)(w, q, y), (0, 1)))(w, 1.5)
     dense = lambda w, y: loss(hki.materialize(w), hki.materialize(q), y)  # noqa: E731
     close(
         jax.tree.leaves(got), jax.tree.leaves(jax.jit(jax.grad(dense, (0, 1)))(w, 1.5)), rtol=1e-4
@@ -649,6 +649,7 @@ def parameters():
     }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", BRANCHES)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_branches_meet_at_their_largest_common_structure(name, jit, parameters, may_be_dense):
@@ -763,12 +764,14 @@ def test_forward_and_second_derivatives_of_custom_ones(name, x, may_be_dense):
 
     implicit, dense = of(use(f)), of(lambda w, x: f(hki.materialize(w), x))
     tangent = jnp.ones_like(w.a)
-    close(jax.jvp(implicit, (w.a,), (tangent,)), jax.jvp(dense, (w.a,), (tangent,)), rtol=2e-4)
 
-    def hessian_product(f):
-        return jax.jvp(jax.grad(f), (w.a,), (tangent,))[1]
+    def derivatives(f):
+        first = jax.jit(lambda a: jax.jvp(f, (a,), (tangent,)))
+        second = jax.jit(lambda a: jax.jvp(jax.grad(f), (a,), (tangent,))[1])
+        return first(w.a), second(w.a)
 
-    got, want = hessian_product(implicit), hessian_product(dense)
+    (first, got), (expected, want) = derivatives(implicit), derivatives(dense)
+    close(first, expected, rtol=2e-4)
     close(got, want, rtol=1e-3)  # two derivatives of a sum of squares of products cancel twice
 
 
@@ -944,7 +947,8 @@ def test_custom_linear_solve(symmetric, x, never_dense):
     w, b = lora(), x[0]
     with hki.materialization("allow"):  # `w.T @ y` of the transposed system
         close(use(f)(w, b), on_twins(f)(w, b))
-        got = jax.grad(lambda w, b: jnp.sum(use(f)(w, b) ** 2), argnums=(0, 1))(w, b)
+        gradient = jax.grad(lambda w, b: jnp.sum(use(f)(w, b) ** 2), argnums=(0, 1))
+        got = jax.jit(gradient)(w, b)
         loss = lambda w, b: jnp.sum(f(hki.materialize(w), b) ** 2)  # noqa: E731
         want = jax.jit(jax.grad(loss, argnums=(0, 1)))(w, b)
     close(jax.tree.leaves(got), jax.tree.leaves(want), rtol=2e-4)  # an iteration of 60 steps
@@ -1015,7 +1019,7 @@ def test_a_value_that_becomes_dense_in_shard_map(fun, may_be_dense):
     """A constant has no leaves, which could vary over the mesh as the dense array does."""
     f, x = jax.shard_map(fun, mesh=mesh(), in_specs=P("i"), out_specs=P("i")), jnp.ones((4, 4))
     for w in (lora(), hki.Zeros(shape=(4, 4))):
-        close(use(f)(w, x), on_twins(f)(w, x))
+        close(jax.jit(use(f))(w, x), on_twins(f)(w, x))
 
 
 TWO_DEVICES = """

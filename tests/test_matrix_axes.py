@@ -47,7 +47,11 @@ def model(x):
 
 T = hk.without_apply_rng(hk.transform(model))
 X = normal((2, 5, WIDTH), 1)
-PARAMS = jax.jit(T.init)(jax.random.key(0), X)
+# Drawn as `init` draws them, without a program at each import.
+PARAMS = jax.tree.map(
+    lambda x: normal(x.shape, len(x.shape) + x.shape[-1], scale=0.15),
+    jax.eval_shape(T.init, jax.random.key(0), X),
+)
 IMPLICIT = hki.transform_implicit(T)
 AXES = {
     "query_w": ((-3,), (-2, -1)),

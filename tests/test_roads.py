@@ -20,8 +20,8 @@ from tests.devices import HANG, run_on_devices
 from tests.random_arrays import normal
 
 WALK = "import sys; from tests.roads import walk; walk(*sys.argv[1:3], sys.argv[3:])"
-# The roads that quick tests walk.
-QUICK = ("LoRA on int4 documented dict", "LoRA on int4 frozen dict")
+# The roads that documents show.
+DOCUMENTED = ("LoRA on int4 documented dict", "LoRA on int4 frozen dict")
 
 
 def walked(chosen, folder, devices):
@@ -46,8 +46,9 @@ def check(chosen, folder, devices):
         assert distance <= limit, name
 
 
+@pytest.mark.slow
 def test_the_road_of_a_user(tmp_path):
-    check(QUICK, tmp_path, 1)
+    check(DOCUMENTED, tmp_path, 1)
 
 
 # Each kind with each loop, in one of the containers; with `--long`, in both.

@@ -679,6 +679,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("quantized", [True, False])
 def test_gradients_of_what_is_frozen_name_the_optimizer(name, quantized):

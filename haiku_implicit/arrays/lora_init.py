@@ -170,9 +170,8 @@ class EVA(FromData):
 
     def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         *lead, n, m = w.shape
-        _, vectors = jnp.linalg.eigh(
-            self._found("moments", self.moments, (*lead, n, n))
-        )  # the largest come last
+        moments = self._found("moments", self.moments, (*lead, n, n))
+        _, vectors = jnp.linalg.eigh(moments)  # the largest come last
         a = vectors[..., ::-1][..., :rank].astype(w.dtype)
         return Parts(w, a, drawing.zeros((*lead, rank, m), w.dtype))
 

@@ -498,9 +498,8 @@ def _places(
         inside &= (start >= 0) & (start <= last)
         if not any(f[2] == axis for f in group):
             continue
-        index = jnp.expand_dims(
-            jnp.clip(start, 0, last).astype(np.int32), behind
-        )  # (may be narrow)
+        start = jnp.clip(start, 0, last).astype(np.int32)  # (may be narrow)
+        index = jnp.expand_dims(start, behind)
         if i in own:
             index += jax.lax.broadcasted_iota(np.int32, shape, count + own.index(i))
         for n, stride, _ in reversed(group):

@@ -324,9 +324,8 @@ class ImplicitArray(abc.ABC):
         self, function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Raises for the NumPy functions that answer False if an argument cannot become an array."""
-        run = getattr(
-            function, "__wrapped__", None
-        )  # None for what takes `like=`, such as np.asarray
+        # None for what takes `like=`, such as np.asarray.
+        run = getattr(function, "__wrapped__", None)
         if run is None or function in (np.array_equal, np.array_equiv):
             return self.__jax_array__()
         return run(*args, **kwargs)

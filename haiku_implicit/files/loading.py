@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import overload
+from typing import TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -24,28 +24,21 @@ _EXPECTED = "a safetensors or .npz file"
 _MAY_BE_PICKLES = ("pickle", "text", "unknown", "packed")
 
 
-@overload
-def load(
-    path: Path,
-    *,
-    like: None = None,
-    only: Targets | None = None,
-    shardings: Tree = None,
-    numpy: bool = False,
-    allow_pickle: bool = False,
-) -> Tree: ...
+class _Options(TypedDict, total=False):
+    """The options of `load`, besides `like`, on which the type of its result depends."""
+
+    only: Targets | None
+    shardings: Tree
+    numpy: bool
+    allow_pickle: bool
 
 
 @overload
-def load(
-    path: Path,
-    *,
-    like: SameTree,
-    only: Targets | None = None,
-    shardings: Tree = None,
-    numpy: bool = False,
-    allow_pickle: bool = False,
-) -> SameTree: ...
+def load(path: Path, *, like: None = None, **options: Unpack[_Options]) -> Tree: ...
+
+
+@overload
+def load(path: Path, *, like: SameTree, **options: Unpack[_Options]) -> SameTree: ...
 
 
 def load(

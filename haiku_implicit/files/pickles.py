@@ -216,9 +216,7 @@ def read(path: str) -> Tree:
             return _finished(tree, room)
     except CheckpointError as e:
         raise CheckpointError(f"{path}: not a pickle of parameters: {e}") from None
-    except (
-        Exception
-    ) as e:  # any error of the unpickler, or of bz2, about bytes that are not a pickle
+    except Exception as e:  # of the unpickler, or of bz2, about bytes that are not a pickle
         if isinstance(e, OSError) and e.errno is not None:
             raise
         raise CheckpointError(f"{path}: not a whole pickle ({type(e).__name__}: {e})") from None

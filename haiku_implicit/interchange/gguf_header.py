@@ -34,13 +34,10 @@ _DEEPEST, _MOST_ENTRIES, _MOST_TEXTS, _MOST_LISTS = 8, 4_000_000, 1 << 27, 100_0
 _LONGEST_NAME = (1 << 16) - 1
 
 
-# Types that GGML removed, and types that only ik_llama.cpp has, by their numbers in files.
-_GONE = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
-_GONE |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
-_FOREIGN = {133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN", 137: "IQ2_K", 138: "IQ3_K", 139: "IQ4_K"}
-_FOREIGN |= {140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4_KSS"}
-_FOREIGN |= {152: "IQ5_KS", 153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT", 156: "IQ3_KS"}
-_FOREIGN |= {157: "IQ2_KL", 158: "IQ1_KT"}
+_UNKNOWN = (
+    "the type {}, which is not known: GGML no longer has it, it is one of another program such as "
+    "ik_llama.cpp, or the file is damaged"
+)
 # Keys of a model in several files: this file's number, the number of files, and the tensors in all.
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
 _ARCHITECTURE = "general.architecture"
@@ -198,7 +195,7 @@ def _rows(read: "_Reader", count: int) -> Iterator[Row]:
             raise _Damaged(f"the tensor {brief(name)} has {ndim} axes")
         *shape, number, start = read.numbers(f"{ndim}QIQ")
         shape = shape[::-1]
-        kind, elements, width = sizes.get(number, (_unknown(number), 1, 1))
+        kind, elements, width = sizes.get(number, (_UNKNOWN.format(number), 1, 1))
         if math.prod(max(n, 1) for n in shape) * width >= 2**56:
             raise _Damaged(f"the tensor {brief(name)}: {shape} is not the shape of an array")
         if number not in sizes:  # its size is also unknown
@@ -211,17 +208,6 @@ def _rows(read: "_Reader", count: int) -> Iterator[Row]:
             )
         packed = (*shape[:-1], last // elements * width)
         yield Row(name, kind, tuple(shape), start, start + math.prod(packed), packed)
-
-
-def _unknown(number: int) -> str:
-    """Describes an unknown type for errors."""
-    if number in _GONE:
-        what = f"{_GONE[number]}, which GGML no longer has"
-    elif number in _FOREIGN:
-        what = f"{_FOREIGN[number]} of ik_llama.cpp"
-    else:
-        what = "of another program, or the file is damaged"
-    return f"the type {number}, which is not known: {what}"
 
 
 def _check_places(rows: list[Row], size: int) -> None:

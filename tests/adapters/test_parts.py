@@ -253,8 +253,9 @@ def test_a_bank_of_a_quantized_base_with_views(never_dense):
 
     run = jax.jit(hki.with_bank(hki.use_implicit_args(apply)))
     got = run(bank, np.array([0, 1, 1]), x)
+    of_dense = jax.jit(lambda params, x: apply(hki.materialize(params), x))
     for i, params in enumerate((base, one, one)):
-        close(got[i], apply(hki.materialize(params), x[i]), 1e-4)
+        close(got[i], of_dense(params, x[i]), 1e-4)
 
 
 @pytest.mark.slow
@@ -327,8 +328,8 @@ def test_the_sum_is_that_of_the_corrections_and_not_of_the_factors(base):
     for path in WEIGHTS:
         close(got[path], 0.5 * first[path] - 2 * second.get(path, 0.0))
     assert [new.weights[path].rank for path in WEIGHTS] == [5, 5, 2]
-    close(MODEL.apply(hki.set_adapter(base, new), X), T.apply(
-        hki.materialize(hki.set_adapter(base, new)), X))  # fmt: skip
+    params = hki.set_adapter(base, new)
+    close(jax.jit(MODEL.apply)(params, X), jax.jit(T.apply)(hki.materialize(params), X))
 
 
 def test_the_nearest_of_a_smaller_rank(base):

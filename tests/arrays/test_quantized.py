@@ -710,9 +710,9 @@ def test_elementwise(kind, axis):
 def test_elementwise_that_is_dense(may_be_dense):
     q, x = quantized(), normal((N, M))
     f = lambda w: (w * x, w + x, 2 / w, w * (w + 0), w.astype(jnp.int32))  # noqa: E731
-    out = hki.use_implicit_args(f)(q)
+    out = jax.jit(hki.use_implicit_args(f))(q)
     assert all(isinstance(y, jax.Array) for y in out)
-    close(out, f(hki.materialize(q)))
+    close(out, jax.jit(f)(hki.materialize(q)))
 
 
 @few_kinds
@@ -815,7 +815,7 @@ def test_an_odd_length_is_padded(name, axis):
     ids = np.array([[4, 0], [6, 3]])
     f = lambda w: (w[0][ids], w[1, 2], w[0, 1:3], jnp.take(w[2], ids % 5, axis=1))  # noqa: E731
     with hki.materialization("error"):
-        close(jax.jit(hki.use_implicit_args(f))(q), f(hki.materialize(q)), 1e-6)
+        close(jax.jit(hki.use_implicit_args(f))(q), jax.jit(f)(hki.materialize(q)), 1e-6)
     rows = -3 - axis
     stays(
         lambda w: (w[::-1].mT, jnp.concatenate([w, w], axis=rows), *jnp.split(w, [2], axis=rows)), q

@@ -201,7 +201,7 @@ def containers(of):
 
 
 @settings(max_examples=60)
-@given(tree=st.recursive(leaves(), containers, max_leaves=12), room=st.integers(1, 200))
+@given(tree=st.recursive(st.deferred(leaves), containers, max_leaves=12), room=st.integers(1, 200))
 def test_random_trees(tree, room, tmp_path_factory):
     path = tmp_path_factory.mktemp("tree") / "x"
     hki.save(path, tree, max_shard_bytes=room)

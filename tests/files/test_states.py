@@ -299,15 +299,14 @@ def children(of):
     return dicts | lists | lists.map(tuple) | objects | immutable
 
 
+def leaves():
+    halves = [*hki.partition(made("lora of int4")), hki.partition(made("static"))[1]]
+    others = [X, None, optax.MaskedNode(), 1, "x", np.int8(3), np.zeros((0, 2), "int8")]
+    return st.sampled_from(others) | st.sampled_from(halves)
+
+
 @settings(max_examples=20, deadline=None)
-@given(
-    tree=st.recursive(
-        st.sampled_from([X, None, optax.MaskedNode(), 1, "x", np.int8(3), np.zeros((0, 2), "int8")])
-        | st.sampled_from([*hki.partition(made("lora of int4")), hki.partition(made("static"))[1]]),
-        children,
-        max_leaves=9,
-    )
-)
+@given(tree=st.recursive(st.deferred(leaves), children, max_leaves=9))
 def test_random_trees_with_keys_of_each_kind(tree, tmp_path_factory):
     check(tmp_path_factory.mktemp("tree") / "x", tree)
 

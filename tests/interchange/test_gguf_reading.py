@@ -1,5 +1,6 @@
 """GGUF files as parameters: values, places, and what is refused. `test_ggml.py` has the formats."""
 
+import re
 import struct
 
 import gguf
@@ -187,16 +188,8 @@ def test_one_error_names_all_tensors_that_are_not_read(tmp_path):
     assert set(hki.load_gguf(path, names)["m"]) == {"w"}
 
 
-@pytest.mark.parametrize(
-    ("number", "what"),
-    [
-        (31, "Q4_0_4_4, which GGML no longer has"),
-        (137, "IQ2_K of ik_llama.cpp"),
-        (156, "IQ3_KS of ik_llama.cpp"),
-        (1000, "of another program, or the file is damaged"),
-    ],
-)
-def test_types_that_are_not_known(number, what, tmp_path):
+@pytest.mark.parametrize("number", [31, 137, 1000])
+def test_types_that_are_not_known(number, tmp_path):
     """Nothing is known of their size. Other tensors are read, and those after them."""
     path, numbers = tmp_path / "a.gguf", normal(4, 32)
     kinds = {"a": Kind.F32, "b": Kind.Q8_0, "c": Kind.Q4_0}
@@ -210,12 +203,13 @@ def test_types_that_are_not_known(number, what, tmp_path):
     found = hki.load_gguf(path, {"a": "m/a", "b": None, "c": hki.Place("m/c", (0, 1))})["m"]
     np.testing.assert_array_equal(found["a"], numbers)
     np.testing.assert_array_equal(found["c"].materialize(), expected(numbers, Kind.Q4_0))
-    message = f"b has the type {number}, which is not known: {what}"
+    what = f"the type {number}, which is not known: GGML no longer has it, .* ik_llama.cpp, or the file"
+    message = f"b has {what}"
     with pytest.raises(hki.CheckpointError, match=message) as info:
         hki.load_gguf(path, {name: f"m/{name}" for name in kinds})
     assert "truncated" not in str(info.value)
     tensors = {t.name: t for t in hki.open_gguf(path).tensors}
-    assert tensors["b"].data is None and what in tensors["b"].kind
+    assert tensors["b"].data is None and re.match(what, tensors["b"].kind)
     np.testing.assert_array_equal(tensors["a"].data, numbers)
 
 

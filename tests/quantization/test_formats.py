@@ -45,14 +45,15 @@ def test_packing(name):
     fmt = formats.FORMATS[name]
     g = 3 * fmt.multiple
     codes = np.random.default_rng(0).integers(0, 2**fmt.bits, (2, 3, g)).astype(np.uint8)
-    stored = formats.pack(jnp.asarray(codes), fmt)
+    stored = jax.jit(formats.pack, static_argnums=1)(codes, fmt)
     assert stored.shape == (2, 3 * g * fmt.bits // 8)
     assert (formats.unpack(stored, 3, fmt) == codes).all()
     for row, bytes_of_row in zip(codes, np.asarray(stored), strict=True):
         for group, own in zip(row, np.split(bytes_of_row, 3), strict=True):
             assert (bits_of(own, fmt, g) == group).all()
-    at = jnp.arange(3 * g)
-    found = formats.codes_at(at // g, at % g, g, fmt, lambda places: stored[0][places])
+    group, within = np.divmod(np.arange(3 * g), g)
+    look_up = lambda row, *at: formats.codes_at(*at, g, fmt, lambda places: row[places])  # noqa: E731
+    found = jax.jit(look_up)(stored[0], group, within)
     assert (found == codes[0].ravel()).all()
 
 

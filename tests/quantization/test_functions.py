@@ -20,6 +20,11 @@ from haiku_implicit.quantization import (
 from haiku_implicit.quantized.operands import noise
 
 MATRICES = (((1,), (0,)), ((), ()))
+# As one program, where JAX would compile each operation.
+compiled_dot = jax.jit(
+    lambda x, w, rule, **options: dot_general(x, w, MATRICES, rule=rule, **options),
+    static_argnames=("rule", "preferred_element_type"),
+)
 INT8 = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 NAMES = ("out", "dlhs", "drhs")
 
@@ -131,7 +136,7 @@ def test_integers_are_multiplied_as_integers_and_summed_exactly():
     assert len(dots) == 3 and all("i32[4,4] = dot_general" in line for line in dots)
     # A sum of 2 ** 16 products of 127 with 127 is more than float32 counts in ones.
     x = jnp.ones((1, 1 << 16)).at[0, 0].set(-1)
-    out = dot_general(x, jnp.ones((1 << 16, 1)), MATRICES, rule=INT8)
+    out = compiled_dot(x, jnp.ones((1 << 16, 1)), rule=INT8)
     total = ((1 << 16) - 1) * 127 * 127 - 127 * 128
     close(out[0, 0], total / 127.5**2, rtol=1e-6)
 
@@ -308,10 +313,11 @@ def test_result_dtypes_are_those_of_jax(weight, act):
         fun = functools.partial(
             dot_general, dimension_numbers=MATRICES, rule=rule, preferred_element_type=preferred
         )
-        out, dx, dw = with_gradients(fun, x, w, jnp.ones((2, 4)))
+        of_fun = functools.partial(with_gradients, fun)
+        out, dx, dw = jax.eval_shape(of_fun, x, w, jnp.ones((2, 4)))
         assert out.dtype == (preferred or jnp.bfloat16)
         assert dx.dtype == dw.dtype == jnp.bfloat16
-    mixed = dot_general(x, w.astype(jnp.float32), MATRICES, rule=rule)
+    mixed = compiled_dot(x, w.astype(jnp.float32), rule=rule)
     assert mixed.dtype == jnp.float32
 
 
@@ -397,9 +403,10 @@ def test_jax_says_what_is_wrong_with_shapes():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_small_and_zero_values(dtype):
-    x = jnp.zeros((2, 4), dtype).at[1].set(jnp.asarray([1e-4, -2e-4, 3e-4, 0], dtype))
-    w = jnp.eye(4, dtype=dtype)
-    out = dot_general(x, w, MATRICES, rule=INT8, preferred_element_type=jnp.float32)
+    x = np.zeros((2, 4), dtype)
+    x[1] = [1e-4, -2e-4, 3e-4, 0]
+    w = np.eye(4, dtype=dtype)
+    out = np.asarray(compiled_dot(x, w, rule=INT8, preferred_element_type=jnp.float32))
     assert (out[0] == 0).all()
     np.testing.assert_allclose(out[1], x[1].astype(np.float32), atol=3e-4 / 127)
 
@@ -429,9 +436,9 @@ def test_what_is_not_finite_in_a_weight_shows_in_its_column(bad):
     """By a rule with a range that does not follow the weight."""
     rule = QtRule(weight_qtype="int8", act_qtype="int8", weight_calibration_method="fixed,-1,1")
     x, w = normal((3, 40), 0), normal((40, 4), 1)
-    want = np.asarray(dot_general(x, w, MATRICES, rule=rule))
+    want = np.asarray(compiled_dot(x, w, rule=rule))
     w[3, 2] = bad
-    out = np.asarray(dot_general(x, w, MATRICES, rule=rule))
+    out = np.asarray(compiled_dot(x, w, rule=rule))
     assert np.isnan(out[:, 2]).all()
     np.testing.assert_array_equal(np.delete(out, 2, 1), np.delete(want, 2, 1))
 
@@ -442,7 +449,7 @@ def test_zeros_do_not_coarsen_the_gradients_of_others(axis):
     x, w, c = normal((6, 5), 0), normal((5, 4), 1), normal((6, 4), 2)
     (x if axis == 0 else w.T)[1] = 0
     fun = lambda x, w: (c * dot_general(x, w, MATRICES, rule=INT8)).sum()  # noqa: E731
-    dx, dw = jax.grad(fun, argnums=(0, 1))(x, w)
+    dx, dw = jax.jit(jax.grad(fun, argnums=(0, 1)))(x, w)
     for got, want in ((dx, c @ w.T), (dw, x.T @ c)):
         np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())  # some 8-bit terms
 

@@ -278,11 +278,12 @@ def test_what_is_not_finite_is_not_counted(bad):
     np.testing.assert_equal(stats_of(new), stats_of(state))
     # The range is known: a value outside it shows in its own row alone.
     before, _ = apply(params, state, x)
+    out = np.asarray(out)
     assert np.isnan(out[0]).all()
-    stored = hki.convert_trained(params, state)
-    close(t.apply(stored, x.at[0, 0].set(bad)), out)
-    close(t.apply(stored, x)[1:], out[1:])
-    close(before[1:], out[1:])
+    stored, run = jax.jit(hki.convert_trained)(params, state), jax.jit(t.apply)
+    close(run(stored, x.at[0, 0].set(bad)), out)
+    close(np.asarray(run(stored, x))[1:], out[1:])
+    close(np.asarray(before)[1:], out[1:])
 
 
 def test_empty_activations_are_not_counted():
@@ -561,12 +562,13 @@ def test_layers_picked_by_index_have_statistics_of_their_own():
     )
     rule = dataclasses.replace(STATIC, op_names="dot_general")
     params = hki.quantized_training({"~": {"w": w}}, [rule])
-    out, state = hki.with_quant_stats(t).apply(params, {}, x)
+    _, state = jax.jit(hki.with_quant_stats(t).apply)(params, {}, x)
     seen = np.abs(x).max(-1).mean()
     sums, count = stats_of(state)["~/w"]
     close(sums, [seen, 0, 2 * seen])
     np.testing.assert_array_equal(count, [1, 0, 1])
-    ranges = hki.convert_trained(params, state)["~"]["w"].stats.sums["absmax"].ravel()
+    stored = jax.jit(hki.convert_trained)(params, state)["~"]["w"]
+    ranges = stored.stats.sums["absmax"].ravel()
     close(ranges, [seen, np.nan, 2 * seen])  # the second one would show, if it were used
 
 
@@ -575,10 +577,11 @@ def test_lora_on_a_weight_with_static_scales():
     t, params, apply = made(lambda x: hk.Linear(3)(x), x)
     _, state = apply(params, {}, x)
     a, b = normal((4, 2), 1), normal((2, 3), 2)
-    for base in (params, hki.convert_trained(params, state)):
+    reading = jax.jit(hki.with_quant_stats(t, update=False).apply)
+    for base in (params, jax.jit(hki.convert_trained)(params, state)):
         lora = {"linear": dict(base["linear"], w=hki.LoRA(base["linear"]["w"], a, b))}
-        out, _ = hki.with_quant_stats(t, update=False).apply(lora, state, x)
-        alone, _ = hki.with_quant_stats(t, update=False).apply(base, state, x)
+        out, _ = reading(lora, state, x)
+        alone, _ = reading(base, state, x)
         close(out, alone + x @ a @ b, rtol=1e-5, atol=1e-5)
 
 

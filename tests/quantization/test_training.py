@@ -138,7 +138,8 @@ def test_rules_choose_modules_and_operations():
             return x @ w
         return matmul(QtRule(weight_qtype=next(used)))(x, w)
 
-    close(model.apply(wrapped, None, x), mlp_by_hand(params, x, dot))
+    by_hand = jax.jit(lambda params, x: mlp_by_hand(params, x, dot))
+    close(model.apply(wrapped, None, x), by_hand(params, x))
 
 
 def test_a_rule_for_other_operations_leaves_this_one_dense():
@@ -186,12 +187,9 @@ def test_lora_on_a_trained_weight():
     w, x = normal((6, 5), 0), normal((3, 6), 1)
     a, b = normal((6, 2), 2), normal((2, 5), 3)
     lora = hki.LoRA(hki.TrainedQuantized(w, rules=(INT8,)), a, b)
-    close(
-        hki.use_implicit_args(jnp.dot)(x, lora),
-        matmul(INT8)(x, w) + x @ a @ b,
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    expected = jax.jit(lambda x, w, a, b: matmul(INT8)(x, w) + x @ a @ b)(x, w, a, b)
+    found = jax.jit(hki.use_implicit_args(jnp.dot))(x, lora)
+    close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def stacked_layers(x):
@@ -233,7 +231,7 @@ def test_convolutions_of_a_model():
         return out + own["b"]
 
     wrapped = hki.quantized_training(params, [INT8])
-    close(model.apply(wrapped, None, x), by_hand(params, x))
+    close(model.apply(wrapped, None, x), jax.jit(by_hand)(params, x))
     grads = [jax.jit(jax.grad(lambda p, f=f: (f(p) ** 2).sum())) for f in (
         lambda p: model.apply(p, None, x), lambda p: by_hand(p, x))]  # fmt: skip
     trees_close(values(grads[0](wrapped)), grads[1](params), rtol=1e-4, atol=1e-4)
@@ -344,7 +342,8 @@ def test_keys_of_a_step():
         p = hki.with_rounding_key(p, key)
         return sum((hki.use_implicit_args(jnp.dot)(x, p[m]["w"]) ** 2).sum() for m in "ab")
 
-    one, same, other = (values(jax.grad(loss)(wrapped, jax.random.key(i))) for i in (0, 0, 1))
+    gradient = jax.jit(jax.grad(loss))
+    one, same, other = (values(gradient(wrapped, jax.random.key(i))) for i in (0, 0, 1))
     for m in "ab":
         np.testing.assert_array_equal(one[m]["w"], same[m]["w"])
         assert (one[m]["w"] != other[m]["w"]).any()
@@ -353,7 +352,7 @@ def test_keys_of_a_step():
     assert (data[0] != data[1]).any()
     # The gradient is that of the function with this key.
     dw = jax.grad(lambda w: (matmul(NOISY, key=keyed["a"]["w"].key)(x, w) ** 2).sum())
-    close(one["a"]["w"], dw(params["a"]["w"]), rtol=1e-5, atol=1e-5)
+    close(one["a"]["w"], jax.jit(dw)(params["a"]["w"]), rtol=1e-5, atol=1e-5)
     old = hki.with_rounding_key(wrapped, jax.random.PRNGKey(0))  # keys as Haiku's are
     np.testing.assert_array_equal(jax.random.key_data(old["a"]["w"].key), data[0])
     trainable, frozen = hki.partition(keyed)
@@ -404,7 +403,8 @@ def test_the_getter_without_randomness_needs_no_key():
     def dot(x, w):
         return x @ w if w.shape == (8, 3) else matmul(INT8)(x, w)
 
-    close(model.apply(params, None, x), mlp_by_hand(params, x, dot), rtol=1e-5, atol=1e-5)
+    by_hand = jax.jit(lambda params, x: mlp_by_hand(params, x, dot))
+    close(model.apply(params, None, x), by_hand(params, x), rtol=1e-5, atol=1e-5)
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -499,7 +499,8 @@ def test_odd_lengths_are_padded_or_refused():
     w = normal((7, 3), 0)
     whole = {"a": {"w": hki.TrainedQuantized(w, rules=(QtRule(weight_qtype="int4"),))}}
     stored = convert(whole)["a"]["w"]
-    close(hki.materialize(stored), matmul(QtRule(weight_qtype="int4"))(jnp.eye(7), w), rtol=1e-6)
+    expected = jax.jit(matmul(QtRule(weight_qtype="int4")))(np.eye(7, dtype=np.float32), w)
+    close(hki.materialize(stored), expected, rtol=1e-6)
     rule = QtRule(weight_qtype="int4", tile_size=3)
     with pytest.raises(ValueError, match="tile_size: expected a multiple of 2 .*'int4', got 3"):
         hki.convert_trained({"a": {"w": hki.TrainedQuantized(normal((6, 3), 0), rules=(rule,))}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import haiku as hk
 import jax
@@ -38,43 +38,34 @@ from haiku_implicit.training.gradients import slots_of, trained, treedef_of
 Keys = tuple[str, ...]
 
 
+class _Options(TypedDict, total=False):
+    """The options of `freeze`, whose overloads differ in the kind of the model."""
+
+    trainable_dense: Targets
+    by_reference: bool
+
+
 @overload
 def freeze(
-    model: hk.Transformed,
-    params: Params,
-    *,
-    trainable_dense: Targets = False,
-    by_reference: bool = True,
+    model: hk.Transformed, params: Params, **options: Unpack[_Options]
 ) -> tuple[FrozenTransformed, hk.MutableParams]: ...
 
 
 @overload
 def freeze(
-    model: hk.TransformedWithState,
-    params: Params,
-    *,
-    trainable_dense: Targets = False,
-    by_reference: bool = True,
+    model: hk.TransformedWithState, params: Params, **options: Unpack[_Options]
 ) -> tuple[FrozenTransformedWithState, hk.MutableParams]: ...
 
 
 @overload
 def freeze(
-    model: hk.MultiTransformed,
-    params: Params,
-    *,
-    trainable_dense: Targets = False,
-    by_reference: bool = True,
+    model: hk.MultiTransformed, params: Params, **options: Unpack[_Options]
 ) -> tuple[FrozenMultiTransformed, hk.MutableParams]: ...
 
 
 @overload
 def freeze(
-    model: hk.MultiTransformedWithState,
-    params: Params,
-    *,
-    trainable_dense: Targets = False,
-    by_reference: bool = True,
+    model: hk.MultiTransformedWithState, params: Params, **options: Unpack[_Options]
 ) -> tuple[FrozenMultiTransformedWithState, hk.MutableParams]: ...
 
 
@@ -370,10 +361,9 @@ class _Halves(NamedTuple):
         for slot, is_trained in zip(slots_of(shapes), self.flags, strict=True):
             path = "/".join(slot.path[: len(slot.path) - len(slot.fields)])
             content = digest(slot.value if is_trained else next(frozen))
-            row = bytes.fromhex(
-                structures.get(path, digest(None)) + content
-            )  # (None is no parameter)
-            found.append((path, slot.name, np.frombuffer(row, np.uint32)))
+            of_parameter = structures.get(path, digest(None))  # (None is no parameter)
+            row = np.frombuffer(bytes.fromhex(of_parameter + content), np.uint32)
+            found.append((path, slot.name, row))
         return found
 
     def shapes(self) -> Params:

@@ -176,9 +176,7 @@ def uses_of(
         args, kwargs = Static(treedef, kept).merge(values)
         return [x for x in jax.tree.leaves(model(params, *args, **kwargs)) if is_value(x)]
 
-    with (
-        recording()
-    ):  # an array that becomes dense tells nothing about the model with its own weights
+    with recording():  # an array that becomes dense tells nothing about the model's own weights
         closed = jax.make_jaxpr(run)(plain, list(itertools.compress(leaves, is_traced)))
     own = zip(paths, jax.tree.leaves(plain), strict=True)
     given: list[Pieces] = [

@@ -158,13 +158,11 @@ def _encoded(
     importance: jax.Array | float = 1.0
     if (
         inputs is not None
-    ):  # an element's squared error weighs as the mean square of what it multiplies
+    ):  # a squared error weighs as the mean square of what the element multiplies
         importance = _blocks(jnp.broadcast_to(inputs.squares[..., None, :], stored.shape), tile)
     blocks = _blocks(stored, tile)
     found = calibration.calibrate(blocks, fmt, method, rounding, importance)
-    finite = (
-        jnp.isfinite(found.scale).all() if checked else None
-    )  # as the elements of its group are
+    finite = jnp.isfinite(found.scale).all() if checked else None  # as the elements of its group
     held: calibration.Scales
     if _has_coded_scales(scale_dtype):
         held, lost = _encoded_scales(found, fmt, scale_dtype)
