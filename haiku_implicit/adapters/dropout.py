@@ -34,6 +34,7 @@ class InputDropout(Wrapper, core_ndim=2, linear_in="w"):
     def dropped(self, x: jax.Array) -> jax.Array:
         """Applies dropout to the other operand of a product."""
         kept = jax.random.bernoulli(self.key.reshape(-1)[0], 1 - self.rate, x.shape)
+        x = x.astype(jnp.promote_types(x.dtype, self.dtype))  # integers, once divided, are none
         return jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
 
 

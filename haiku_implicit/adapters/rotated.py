@@ -11,18 +11,19 @@ import numpy as np
 
 from haiku_implicit.adapters.operators import Hadamard, mapped
 from haiku_implicit.arrays.axes import filled_outside, takes_whole_rows
+from haiku_implicit.arrays.deferred import WrappedWeight
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.batch_axes import leaves_whole
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
-from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.products.ragged import row_numbers
 
 
 @dataclasses.dataclass
-class Rotated(Wrapper, core_ndim=2, linear_in="w"):
+class Rotated(WrappedWeight, core_ndim=2, linear_in="w"):
     """The weight `rotation @ w`. A product `x @ (rotation @ w)` is `(x @ rotation) @ w`.
 
     Attributes:
@@ -115,9 +116,18 @@ def _turned(x: jax.Array, rotation: Array, batch: Any, axis: int, contracted: in
       contracted: the axis of the rotation to contract with it.
     """
     numbers = (((axis,), (contracted,)), (tuple(batch), tuple(range(len(batch)))))
+    x, rotation = _alike(x, rotation)
     out = jax.lax.dot_general(x, rotation, numbers, preferred_element_type=x.dtype)
     free = [i for i in range(x.ndim) if i not in (*batch, axis)]
     return jnp.transpose(out, np.argsort([*batch, *free, axis]).tolist())
+
+
+def _alike(x: jax.Array, rotation: Array) -> tuple[jax.Array, Array]:
+    """Casts both to the wider dtype: integers, once rotated, are no integers."""
+    wide = jnp.promote_types(x.dtype, rotation.dtype)
+    if wide != rotation.dtype and jnp.issubdtype(wide, np.floating):
+        rotation = jax.lax.convert_element_type(rotation, wide)
+    return x.astype(wide), rotation
 
 
 @primitive_handler("ragged_dot_general")
@@ -128,7 +138,9 @@ def ragged_dot_with_rotated(
     numbers = row_numbers(x, w, **params)
     if numbers is None or numbers.x_batch or (numbers.x_rows, numbers.w_contracted) != (0, 1):
         return NotImplemented
-    turned = primitive.bind(x, w.rotation, group_sizes, **params).astype(x.dtype)
+    x, rotation = _alike(x, w.rotation)
+    of_rotation = params | dict(preferred_element_type=x.dtype)
+    turned = primitive.bind(x, rotation, group_sizes, **of_rotation)
     return primitive.bind(turned, w.w, group_sizes, **params)
 
 
@@ -147,3 +159,14 @@ def gather_rotated(primitive: Primitive, w: Rotated, ids: jax.Array, **params: E
 def convolve_with_rotated(call: BinaryCall, x: jax.Array, w: Rotated) -> jax.Array:
     """Convolves with the dense kernel: a kernel is small compared with the images."""
     return jax.checkpoint(lambda x, w: call(x, dense(w)))(x, w)
+
+
+@primitive_handler(["slice", "dynamic_slice", "split"])
+def cut_columns(primitive: Primitive, w: Rotated, *starts: jax.Array, **params: EqnParam) -> Result:
+    """Slices or splits the columns of the weight."""
+    if not all(leaves_whole(w, i, params) for i in range(w.ndim - 1)):
+        return NotImplemented
+    new = primitive.bind(w.w, *starts, **params)
+    if not primitive.multiple_results:
+        return w._replace(w=new, shape=None)
+    return [w._replace(w=part, shape=None) for part in new]

@@ -86,9 +86,17 @@ class Deferred(Wrapper, core_ndim=2):
         return self._replace(steps=(*self.steps, (primitive.name, tuple(params.items()))))
 
 
-# Users' types are not among these: only their rules are known. (Plum needs a typing.Union.)
-Weight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight]  # noqa: UP007
-AnyWeight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight, Deferred]  # noqa: UP007
+class WrappedWeight(Wrapper):
+    """A base of types around a weight that can be standardized, normalized and cut by the rules here.
+
+    A type inherits from it if its rules for products and slices keep these from becoming dense. Other
+    types of users have no such rules: only their own are known.
+    """
+
+
+# Plum needs a typing.Union.
+Weight = Union[LoRA, QuantizedMatrix, ScaledMatrix, RuledWeight, WrappedWeight]  # noqa: UP007
+AnyWeight = Union[Weight, Deferred]  # noqa: UP007
 
 
 # --- functions of each element -------------------------------------------------------------------
@@ -190,11 +198,15 @@ def shift(call: BinaryCall, x: jax.Array, w: Weight) -> Result:
 
 @primitive_handler(["mul", "div"])
 def scale(
-    primitive: Primitive, w: QuantizedMatrix | ScaledMatrix, x: jax.Array, **params: EqnParam
+    primitive: Primitive,
+    w: QuantizedMatrix | ScaledMatrix | WrappedWeight,
+    x: jax.Array,
+    **params: EqnParam,
 ) -> Result:
     """Scales rows or columns with factors that the type can't take itself."""
     along = _constant_axis(x, w)
-    if along is None or not _may_be_wrapped(w, x):
+    by_number = not x.ndim and isinstance(w, WrappedWeight)  # its field takes the number
+    if along is None or by_number or not _may_be_wrapped(w, x):
         return NotImplemented
     factor = _for_each_matrix(x if primitive is jax.lax.mul_p else 1 / x, w, along)
     if along == -1:

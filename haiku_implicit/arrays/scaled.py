@@ -141,6 +141,7 @@ def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Result:
     of_scale = (*range(w.ndim - 2), w._scaled_axis)
     in_x = dict(zip((*contract[1], *batch[1]), (*contract[0], *batch[0]), strict=True))
     if set(of_scale) <= in_x.keys():
+        x = x.astype(jnp.promote_types(x.dtype, w.dtype))  # as the product would have cast it
         return call(_times(x, w.scale, [in_x[i] for i in of_scale]), w.matrix)
     if set(of_scale) & set(contract[1]) or call.params.get("out_sharding") is not None:
         return NotImplemented  # a stack of scales for one `x`, or a result that is split

@@ -268,6 +268,16 @@ def cut_fields(
     return [x._replace(**dict(zip(fields, part, strict=True)), shape=None) for part in parts]
 
 
+def leaves_whole(x: ImplicitArray, axis: int, params: EqnParams) -> bool:
+    """Whether `slice`, `dynamic_slice` or `split` with these parameters leaves an axis as it is."""
+    if "axis" in params:
+        return bool(params["axis"] != axis)
+    sizes = params.get("slice_sizes") or params["limit_indices"]
+    steps = params.get("strides") or (1,) * x.ndim
+    begins = params.get("start_indices", (0,) * x.ndim)
+    return bool((begins[axis], sizes[axis], steps[axis]) == (0, x.shape[axis], 1))
+
+
 def _cut_field(
     primitive: Primitive,
     y: Array,

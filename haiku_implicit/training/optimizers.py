@@ -37,7 +37,9 @@ def freeze_declared(
 
     Args:
       optimizer: any optax optimizer. It sees `optax.MaskedNode`, a node without leaves, instead of
-        frozen arrays. So its state omits them, and so do decay, clipping and norms.
+        frozen arrays. So its state omits them, and so do decay, clipping and norms. Wrappers that
+        compare or keep gradients belong inside, such as `optax.apply_if_finite(...)` and
+        `optax.MultiSteps(...).gradient_transformation()`.
       trainable_dense: which dense arrays are trained, as in `partition`. Pass the same value to
         `value_and_grad`.
 

@@ -32,6 +32,9 @@ OPERATIONS = {
     "x wᵀ": lambda w: Y @ w.T,
     "wᵀ x": lambda w: w.T @ X.T,
     "einsum": lambda w: jnp.einsum("bkn,nm->kmb", jnp.stack([X, X]), w),
+    "integers": lambda w: jnp.round(3 * X).astype(jnp.int8) @ w,
+    "booleans": lambda w: w.T @ (X.T > 0),
+    "narrow numbers": lambda w: X.astype(jnp.bfloat16) @ w,
     "rows": lambda w: w[IDS],
     "columns": lambda w: w[:, IDS],
     "rows of the transpose": lambda w: w.T[IDS % M],
@@ -58,6 +61,21 @@ def test_what_it_stands_for_and_operations(name, may_be_dense):
     got, want = hki.use_implicit_args(run)(w), run(dense)
     for label in OPERATIONS:
         close(got[label], want[label], 2e-2 if label == "bfloat16" else 1e-5)
+
+
+def test_rotated_weights_are_normalized_and_cut(never_dense):
+    w = CASES["butterfly"]((), normal((N, M)))
+    run = jax.jit(
+        lambda w: (
+            X @ (w / jnp.linalg.norm(w, axis=0)),
+            X @ ((w - w.mean(1, keepdims=True)) * X[0][:, None]),
+            X @ w[:, 1:4],
+            X @ jnp.split(w, 2, 1)[1],
+            jnp.abs(w).max(),
+        )
+    )
+    for got, want in zip(hki.use_implicit_args(run)(w), run(hki.materialize(w)), strict=True):
+        close(got, want)
 
 
 PRODUCTS = ("x w", "w x", "x wᵀ", "wᵀ x", "einsum")

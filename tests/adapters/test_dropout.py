@@ -38,6 +38,12 @@ def test_the_correction_alone_sees_it(never_dense):
     assert ((seen < 0.5) != (other < 0.5)).mean() > 0.2
 
 
+def test_integers_are_scaled(never_dense):
+    w, x = dropped(lora()), jnp.ones((3, N), jnp.int8)
+    run = hki.use_implicit_args(jnp.matmul)
+    close(run(x, w), run(x.astype(jnp.float32), w))
+
+
 BASES = ["dense", "int8", "nf4"]
 
 

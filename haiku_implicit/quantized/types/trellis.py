@@ -18,7 +18,7 @@ from jax.extend.core import Primitive as JaxPrimitive
 from jax.interpreters import ad, batching, mlir
 
 from haiku_implicit.core.array import ImplicitArray
-from haiku_implicit.core.batch_axes import cut_fields
+from haiku_implicit.core.batch_axes import cut_fields, leaves_whole
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
@@ -513,17 +513,8 @@ def cut_rows(
     primitive: Primitive, w: TrellisMatrix, *starts: jax.Array, **params: EqnParam
 ) -> Result:
     """Slices or splits any axes but the sequences'."""
-    along = w.ndim + w.axis
-    if "axis" in params:
-        return (
-            NotImplemented if params["axis"] == along else cut_fields(primitive, w, starts, params)
-        )
-    sizes = params.get("slice_sizes") or params["limit_indices"]
-    steps = params.get("strides") or (1,) * w.ndim
-    begins = params.get("start_indices", (0,) * w.ndim)
-    if (begins[along], sizes[along], steps[along]) != (0, w.shape[along], 1):
-        return NotImplemented
-    return cut_fields(primitive, w, starts, params)
+    whole = leaves_whole(w, w.ndim + w.axis, params)
+    return cut_fields(primitive, w, starts, params) if whole else NotImplemented
 
 
 @primitive_handler("gather")
