@@ -139,7 +139,7 @@ def _mse(
     start = rounding(first)
 
     # One loop for all steps, since each part of a program takes long to compile.
-    def step(best: Any, x: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+    def step(best: Any, x: Any) -> Any:
         number, candidate = x
         tried = _where(number < len(candidates), scales_of(candidate), best[0])
         tried = _where(number < 0, start, rounding(refit(w, tried, fmt, weight)))
