@@ -135,8 +135,9 @@ def _turn(model: Model, turn: int) -> dict[str, dict[str, float]]:
         view=lambda: viewed.query("true()"),
     )
     ms = {name: _ms(functions[name]) for name in in_turn(list(functions), turn)}
+    made = make_mox(transformed)(tokens)
     with tempfile.TemporaryDirectory() as folder:
-        ms["save"] = _ms(lambda: save(f"{folder}/model.json", evaluated))
+        ms["save"] = _ms(lambda: save(f"{folder}/model.json", made))
         ms["load"] = _ms(lambda: load(f"{folder}/model.json"))
 
     (node,) = changed[GLOB.format(middle=middle)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -13,8 +12,7 @@ from typing import Any
 import haiku as hk
 import jax
 
-from haiku_implicit.core.transform import Static
-from haiku_implicit.core.typing import Array, JsonObject, Tree
+from haiku_implicit.core.typing import JsonObject, Tree
 from haiku_implicit.files.container import CheckpointError, one_line, parse_json
 from haiku_implicit.files.file_types import check_file, kind_of, not_a
 from haiku_implicit.files.replacing import write_text
@@ -22,10 +20,7 @@ from haiku_implicit.mox.format.reading import Misplaced, Reader, at
 from haiku_implicit.mox.format.values import of_type
 from haiku_implicit.mox.format.writing import Writer
 from haiku_implicit.mox.mox import Mox
-from haiku_implicit.mox.program import marks
-from haiku_implicit.mox.program.interface import ARGUMENTS, is_array, slot_of
-from haiku_implicit.mox.program.program import Program, checked, pruned, usual_key
-from haiku_implicit.mox.program.tree import body_of
+from haiku_implicit.mox.program.program import Init, Program, checked
 
 FORMAT, VERSION = "haiku_implicit.mox", 1
 
@@ -130,30 +125,13 @@ def _to_json(mox: Mox) -> JsonObject:
 
 
 def _init_program(mox: Mox) -> Program:
-    """The program of the model's `init`, for arguments of the same shapes.
-
-    The model's results, which `init` drops, are not in it.
-    """
-    if mox.init is None:
+    """The program of the model's `init`, for arguments of the same shapes."""
+    init = mox.init
+    if init is None:
         raise ValueError("the expression had none")
-    old, init = mox.interface, mox.init
-    rng = old.rng
-    if not rng.tree.num_arrays:
-        rng = slot_of(usual_key())
-    face = dataclasses.replace(old, leading=("rng",), params={}, state={}, rng=rng, new_state={})
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in face.invars]
-    trees: list[Static] = []
-
-    def on_arrays(*arrays: Array) -> list[Array]:
-        args, kwargs = face.arguments(arrays)
-        tree, out = marks.split(init(*args, **kwargs), is_array)
-        trees.append(tree)
-        return out
-
-    body = body_of("init", pruned(jax.make_jaxpr(on_arrays)(*shapes)))
-    face = face.with_atoms(ARGUMENTS, body.invars)
-    results = face.results._replace(tree=trees[-1], atoms=body.returns)
-    return Program(body, dataclasses.replace(face, results=results), None)
+    if not (isinstance(init, Init) and init.is_for(mox.interface)):
+        init = Init(init, mox.interface)
+    return init.program
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -10,35 +10,27 @@ import jax
 
 from haiku_implicit.core.typing import Params, State, Tree
 from haiku_implicit.mox.mox import Mox
-from haiku_implicit.mox.program import program
-from haiku_implicit.mox.program.program import ANY_KEY, checked, program_of
+from haiku_implicit.mox.program.program import (
+    ANY_KEY,
+    Init,
+    checked,
+    init_called,
+    init_of,
+    program_of,
+)
 from haiku_implicit.params.haiku.frozen import Frozen
 from haiku_implicit.params.haiku.transformed import AnyTransformed, check_transformed
 
 
-def _maker(transformed: Any, make: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that `make_mox` returns.
-
-    Args:
-      transformed: a transformed function, or a multi-transform.
-      make: makes the expressions for arguments, keyword arguments, and `params`, `state` and `rng`.
-    """
-
+def _maker_of_one(transformed: Any) -> Callable[..., Mox]:
     def maker(
         *args: Any, params: Params = None, state: State = None, rng: Any = ANY_KEY, **kwargs: Any
-    ) -> Any:
-        given = dict(params=params, state=state, rng=rng)
-        return make(args, kwargs, **_with_shapes(transformed, args, kwargs, given))
-
-    return maker
-
-
-def _maker_of_one(transformed: Any) -> Callable[..., Mox]:
-    def make(args: Any, kwargs: Any, **given: Any) -> Mox:
-        made = program_of(transformed, args, kwargs, **given)
+    ) -> Mox:
+        init = init_of(transformed, args, kwargs, rng)
+        made = program_of(transformed, init, *_entries(init, params, state))
         return Mox(made.body, made.interface, made.init, made.implicit)
 
-    return _maker(transformed, make)
+    return maker
 
 
 def _maker_of_several(transformed: Any) -> Callable[..., Tree]:
@@ -46,24 +38,27 @@ def _maker_of_several(transformed: Any) -> Callable[..., Tree]:
     kind: Any = hk.TransformedWithState if has_state else hk.Transformed
     makers = jax.tree.map(lambda fun: _maker_of_one(kind(transformed.init, fun)), transformed.apply)
 
-    def make(args: Any, kwargs: Any, **given: Any) -> Tree:
+    def maker(
+        *args: Any, params: Params = None, state: State = None, rng: Any = ANY_KEY, **kwargs: Any
+    ) -> Tree:
+        init = init_of(transformed, args, kwargs, rng)
+        params, state = _entries(init, params, state)
+        given = dict(params=params, state=state, rng=rng)
         return jax.tree.map(lambda one: one(*args, **given, **kwargs), makers)
 
-    maker = _maker(transformed, make)
     maker.apply = makers  # type: ignore[attr-defined]
     return maker
 
 
-def _with_shapes(transformed: Any, args: Any, kwargs: Any, given: dict[str, Any]) -> Tree:
-    """The given `params`, `state` and `rng`; shapes from `init` replace missing ones."""
-    has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
-    missing = [name for name in ("params", "state") if given[name] is None]
-    names = " and ".join(f"{x}=" for x in missing if has_state or x == "params")
-    with program.init_called(
+def _entries(init: Init, params: Params, state: State) -> tuple[Params, State]:
+    """The given parameters and state; shapes from `init` replace missing ones."""
+    missing = {"params=": params is None, "state=": state is None and init.face.has_state}
+    names = " and ".join(name for name, is_missing in missing.items() if is_missing)
+    with init_called(
         "make_mox called the model's init with these arguments for the shapes of what it was not given",
         f"If init takes other ones (is_training=True, say), give {names}",
     ):
-        return program.with_shapes(transformed, args, kwargs, **given)
+        return init.entries(params, state)
 
 
 @overload

@@ -30,6 +30,7 @@ from haiku_implicit.mox.program.program import (
     Program,
     depends,
     init_called,
+    init_of,
     program_of,
     pruned,
     run,
@@ -177,7 +178,8 @@ class Edit:
         # An equation that is traced again may have lost the need for values that a loop carries.
         prune = id(site.top) not in self.changes.pieces
         program = hk.TransformedWithState(piece.init, apply)
-        return program_of(program, inputs, {}, params=None, state=None, rng=rng, prune=prune)
+        init = init_of(program, inputs, {}, rng)
+        return program_of(program, init, *init.entries(), prune=prune)
 
     @functools.cached_property
     def _salts(self) -> set[int]:

@@ -278,6 +278,13 @@ def is_array(x: Any) -> bool:
     return transform.is_value(x) or isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
 
 
+def type_of(x: Any) -> Aval:
+    """The type of an array or a variable; a type stays the same."""
+    if isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray):
+        return x
+    return x.aval if isinstance(x, Var) else jax.typeof(x)
+
+
 def key_like(key: jax.Array | None, variables: Sequence[Any], draws: Callable[[], bool]) -> Array:
     """Converts a random key to the program's kind. None gives any key, if no result depends on it."""
     if not variables:

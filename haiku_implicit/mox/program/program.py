@@ -140,38 +140,123 @@ ANY_KEY = "any key"
 # --- making ---------------------------------------------------------------------------------------
 
 
+class Init:
+    """The `init` of a model. Its program for the model's arguments is traced once, when it is needed.
+
+    Args:
+      function: the `init`.
+      face: an interface with the arguments of the model, which may be arrays or variables.
+    """
+
+    def __init__(self, function: Callable[..., Any], face: Interface):
+        self.function = function
+        self.face = face.with_atoms(interface.ARGUMENTS, map(interface.type_of, face.invars))
+        self._known: tuple[ClosedJaxpr, Interface, Tree] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tree:
+        return self.function(*args, **kwargs)
+
+    def is_for(self, face: Interface) -> bool:
+        """Whether an interface has the same arguments."""
+        own = self.face
+        slots = (own.rng, face.rng), (own.args, face.args)
+        return own.signature is face.signature and all(x.tree is y.tree for x, y in slots)
+
+    def _traced(self) -> tuple[ClosedJaxpr, Interface, Tree]:
+        """The program of `init`, its interface, and the shapes of its results.
+
+        The model's results, which `init` drops, are not in it.
+        """
+        if (
+            self._known is None
+        ):  # (a cached property would lock all models until this one is traced)
+            self._known = self._trace()
+        return self._known
+
+    def _trace(self) -> tuple[ClosedJaxpr, Interface, Tree]:
+        # An initializer may need a key even if the model gets none.
+        key = self.face.rng
+        key = key if key.tree.num_arrays else interface.slot_of(usual_key())
+        none: Any = dict(params={}, state={}, new_state={})
+        face = dataclasses.replace(self.face, leading=("rng",), rng=key, **none)
+        trees: list[Static] = []
+
+        def on_arrays(*arrays: Array) -> list[Array]:
+            args, kwargs = face.arguments(arrays)
+            structure, out = marks.split(self(*args, **kwargs), interface.is_array)
+            trees.append(structure)
+            return out
+
+        closed, shapes = jax.make_jaxpr(on_arrays, return_shape=True)(*face.invars)
+        face = dataclasses.replace(face, results=Slot(trees[-1], ()))
+        return pruned(closed), face, trees[-1].merge(shapes)
+
+    def entries(self, params: Params = None, state: State = None) -> tuple[Params, State]:
+        """The given parameters and state; shapes from `init` replace missing ones."""
+        has_state = self.face.has_state
+        if params is None or (has_state and state is None):
+            made = self._traced()[-1]
+            made = made if has_state else (made, None)
+            params, state = (
+                y if x is None else x for x, y in zip((params, state), made, strict=True)
+            )
+        return params, state
+
+    @property
+    def program(self) -> Program:
+        """The program of `init`."""
+        closed, face, _ = self._traced()
+        body = body_of("init", closed)
+        face = face.with_atoms(interface.ARGUMENTS, body.invars)
+        face = face.with_atoms(interface.RESULTS, body.returns)
+        return Program(body, face, None)
+
+
+def init_of(transformed: Any, args: Any, kwargs: Any, rng: Any) -> Init:
+    """The `init` of a model, for these arguments of its Haiku function.
+
+    Args:
+      transformed: a transformed function, or a multi-transform.
+      args: the arguments: arrays, `jax.ShapeDtypeStruct`s and constants.
+      kwargs: the keyword arguments.
+      rng: the random key: None for no key, `ANY_KEY` for a key of the usual kind.
+    """
+    has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
+    leading: tuple[str, ...] = ("params", "state", "rng") if has_state else ("params", "rng")
+    signature = interface.ANY_ARGUMENTS
+    if isinstance(transformed, hk.Transformed | hk.TransformedWithState):
+        leading, known = split_signature(original_of(transformed.apply)[0], has_state)
+        # It may lack arguments whose names Haiku also adds (an RNN's `state`).
+        with contextlib.suppress(TypeError):
+            known.bind(*args, **kwargs)
+            signature = known
+    named = interface.named_arguments(signature, args, kwargs)
+    key = usual_key() if rng is ANY_KEY else as_key(rng)
+    key, own, nothing = map(interface.slot_of, (key, named, None))
+    return Init(transformed.init, Interface(leading, signature, {}, {}, key, own, nothing, {}))
+
+
 def program_of(
-    transformed: Any, args: Any, kwargs: Any, *, prune: bool = False, **given: Any
+    transformed: Any, init: Init, params: Params, state: State, *, prune: bool = False
 ) -> Program:
-    """Traces a transformed function for these arguments.
+    """Traces a transformed function.
 
     Args:
       transformed: the result of Haiku's `transform` or `transform_with_state`.
-      args: the arguments of the Haiku function: arrays, `jax.ShapeDtypeStruct`s and constants.
-      kwargs: its keyword arguments.
+      init: its `init`, with the arguments.
+      params: the parameters, or their shapes.
+      state: the state, or its shapes.
       prune: whether to leave out equations that no result depends on.
-      **given: `params` and `state`, or None to take their shapes from `init`; and `rng`: None for no
-        key, `ANY_KEY` for a key of the usual kind.
     """
-    has_state = isinstance(transformed, hk.TransformedWithState)
     apply, implicit = original_of(transformed.apply)
-    leading, signature = split_signature(apply, has_state)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        # The signature lacks arguments whose names Haiku also adds (an RNN's `state`).
-        signature = interface.ANY_ARGUMENTS
-    named = interface.named_arguments(signature, args, kwargs)
-    given = with_shapes(transformed, args, kwargs, **given)
-    params, state = interface.slots_of(given["params"]), interface.slots_of(given["state"])
-    rng, own = interface.slot_of(given["rng"]), interface.slot_of(named)
-    face = Interface(leading, signature, params, state, rng, own, interface.slot_of(None), {})
+    entries: Any = dict(params=interface.slots_of(params), state=interface.slots_of(state))
+    face = dataclasses.replace(init.face, **entries)
     returned: dict[Any, Static] = {}
 
     def on_arrays(*arrays: Array) -> list[Array]:
         args, kwargs = face.arguments(arrays)
         out = apply(*args, **kwargs)
-        out, state = out if has_state else (out, None)
+        out, state = out if face.has_state else (out, None)
         parts = {path: marks.split(x) for path, x in {WHOLE: out, **by_path(state)}.items()}
         returned.update({path: tree for path, (tree, _) in parts.items()})
         return [x for _, arrays in parts.values() for x in arrays]
@@ -184,7 +269,7 @@ def program_of(
     face = face.with_atoms(interface.RESULTS, body.returns)
     paths = interface.by_variable(face.params) | interface.by_variable(face.state)
     body = with_full_paths(body, paths)
-    return Program(body, face, transformed.init, implicit)
+    return Program(body, face, init, implicit)
 
 
 def pruned(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -243,28 +328,6 @@ def split_signature(apply: Any, has_state: bool) -> tuple[tuple[str, ...], inspe
         leading = (*leading, "rng")
     skipped = 0 if unknown else len(leading)
     return leading, inspect.Signature(parameters[skipped:])
-
-
-def with_shapes(
-    transformed: Any, args: Any, kwargs: Any, *, params: Params, state: State, rng: Any
-) -> dict[str, Any]:
-    """The given `params`, `state` and `rng`; shapes from `init` replace missing ones."""
-    rng = usual_key() if rng is ANY_KEY else as_key(rng)
-    has_state = isinstance(transformed, hk.TransformedWithState | hk.MultiTransformedWithState)
-    given = dict(params=params, state=state, rng=rng)
-    if params is not None and (state is not None or not has_state):
-        return given
-    # An initializer may need a key even if the model gets none.
-    key = usual_key() if rng is None else rng
-    structure, arrays = marks.split((key, args, kwargs), interface.is_array)
-
-    def on_arrays(*arrays: Array) -> Tree:
-        key, args, kwargs = structure.merge(arrays)
-        return transformed.init(key, *args, **kwargs)
-
-    made = jax.eval_shape(on_arrays, *arrays)
-    made = dict(zip(("params", "state"), made if has_state else (made, None), strict=True))
-    return given | {name: x for name, x in made.items() if given[name] is None}
 
 
 @contextlib.contextmanager

@@ -136,20 +136,26 @@ def _mse(
     """
     first = _by_range(w, fmt)
     candidates, scales_of = _cut_at_ends(w, fmt) if fmt.offset else _shrunk(first, fmt)
+    start = rounding(first)
 
-    def better(best: Any, tried: Scales) -> Any:
-        tried = rounding(refit(w, tried, fmt, weight))
+    # One loop for all steps, since each part of a program takes long to compile.
+    def step(best: Any, x: Any) -> Any:
+        number, candidate = x
+        tried = _where(number < len(candidates), scales_of(candidate), best[0])
+        tried = _where(number < 0, start, rounding(refit(w, tried, fmt, weight)))
         error = _squared_error(w, tried, fmt, weight)
         less = error < best[1]
-        new = jax.tree.map(functools.partial(jnp.where, less), tried, best[0])
-        return new, jnp.where(less, error, best[1])
+        return (_where(less, tried, best[0]), jnp.where(less, error, best[1])), None
 
-    start = rounding(first)
-    best = start, _squared_error(w, start, fmt, weight)
-    each = jnp.asarray(candidates, w.dtype)
-    best, _ = jax.lax.scan(lambda b, c: (better(b, scales_of(c)), None), best, each)
-    best, _ = jax.lax.scan(lambda b, _: (better(b, b[0]), None), best, length=_REFITS)
-    return best[0]
+    # The start itself, the candidates, and the best one again and again.
+    numbers = np.arange(-1, len(candidates) + _REFITS)
+    each = jnp.asarray(candidates, w.dtype)[np.clip(numbers, 0, len(candidates) - 1)]
+    best = start, jnp.full_like(start.scale, jnp.inf)
+    return jax.lax.scan(step, best, (numbers, each))[0][0]
+
+
+def _where(condition: jax.Array, scales: Scales, others: Scales) -> Scales:
+    return jax.tree.map(functools.partial(jnp.where, condition), scales, others)
 
 
 # The candidates of a search, and a function from a candidate to its scales.

@@ -80,7 +80,7 @@ def encode_rows(
     if _rows_are_independent(inputs, *how[:4]) and pieces.can_be_cut(weight):
         encoded, lost, finite = _in_pieces(weight, inputs, *how)
     else:
-        encoded, lost, finite = _encoded(weight, inputs, *how, eager)
+        encoded, lost, finite = _encoded(weight, inputs, None, *how, eager)
     with at_trace_time():  # `jax.transfer_guard` should not count the check as a transfer
         nonfinite = not finite.all() if eager else scales.known_nonfinite(weight)
     if nonfinite:
@@ -116,33 +116,53 @@ def _in_pieces(
 ) -> tuple[Encoded, Any, Any]:
     """Returns the result of `_encoded`, by a program for all shapes with groups of this size.
 
-    With inputs, it is a program for all weights with this number of inputs.
+    With inputs, one such program searches the scales, and another one for all weights with this number
+    of inputs finds the codes.
     """
     fmt, (_, group), method, scale_dtype, transposed = how
+    options = fmt, (1, group), method, scale_dtype, False, True
     stored = pieces.on_host(weight, transposed)
     *lead, rows, k = stored.shape
 
-    def encoded_part(part: np.ndarray, own: gptq.Inputs | None) -> Any:
-        options = fmt, (1, group), method, scale_dtype, False, True
-        return pieces.map_rows(lambda x: _encoded(x, own, *options), part)
+    def encoded_matrix(matrix: np.ndarray, own: gptq.Inputs) -> Any:
+        importance = np.broadcast_to(own.squares, matrix.shape)
+        blocks = [x.reshape(-1, group) for x in (matrix, importance)]
+        found = pieces.map_rows(lambda x: _calibrated(*x, fmt, method, scale_dtype), blocks)
+        found = jax.tree.map(lambda x: x.reshape(rows, -1, 1), found)
+        return pieces.map_rows(lambda x: _encoded(x[0], own, x[1], *options), (matrix, found))
 
     if inputs is None:
-        found = [encoded_part(stored.reshape(-1, group), None)]
+        parts = stored.reshape(-1, group)
+        found = [pieces.map_rows(lambda x: _encoded(x, None, None, *options), parts)]
     else:
         matrices = stored.reshape(-1, rows, k)
         flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[len(lead) :]), inputs)
         each = (jax.tree.map(lambda x, i=i: x[i], flat) for i in range(len(matrices)))
-        found = list(map(encoded_part, matrices, each))
+        found = list(map(encoded_matrix, matrices, each))
     encoded, lost, finite = jax.tree.map(lambda *parts: np.concatenate(parts), *found)
     encoded = jax.tree.map(lambda x: pieces.put_beside(x.reshape(*lead, rows, -1), weight), encoded)
     return encoded, lost, finite
 
 
+@functools.partial(jax.jit, static_argnums=range(2, 5))
+def _calibrated(
+    blocks: jax.Array,
+    importance: jax.Array,
+    fmt: formats.Format,
+    method: str | None,
+    scale_dtype: str | None,
+) -> calibration.Scales:
+    """Returns the scales of blocks, with a weight for each squared error."""
+    blocks = blocks.astype(formats.arithmetic_dtype(blocks.dtype))
+    return calibration.calibrate(blocks, fmt, method, scales.rounding(scale_dtype), importance)
+
+
 # Jitted, because eager code would compile each operation for each shape.
-@functools.partial(jax.jit, static_argnums=range(2, 8), inline=compat.INLINE)
+@functools.partial(jax.jit, static_argnums=range(3, 9), inline=compat.INLINE)
 def _encoded(
     weight: jax.Array,
     inputs: gptq.Inputs | None,
+    known: calibration.Scales | None,
     fmt: formats.Format,
     tile: tuple[int, int],
     method: str | None,
@@ -152,6 +172,8 @@ def _encoded(
 ) -> tuple[Encoded, Any, Any]:
     """Returns the result of `encode_rows`, whether the scales fit their dtype, and, if it is checked,
     whether the weight is finite.
+
+    `known` are its scales before they are rounded to their dtype, if these have been found.
     """
     stored = jnp.swapaxes(weight, -1, -2) if transposed else weight
     rounding = scales.rounding(scale_dtype)
@@ -161,7 +183,9 @@ def _encoded(
     ):  # a squared error weighs as the mean square of what the element multiplies
         importance = _blocks(jnp.broadcast_to(inputs.squares[..., None, :], stored.shape), tile)
     blocks = _blocks(stored, tile)
-    found = calibration.calibrate(blocks, fmt, method, rounding, importance)
+    found = known
+    if found is None:
+        found = calibration.calibrate(blocks, fmt, method, rounding, importance)
     finite = jnp.isfinite(found.scale).all() if checked else None  # as the elements of its group
     held: calibration.Scales
     if _has_coded_scales(scale_dtype):

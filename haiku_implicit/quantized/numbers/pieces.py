@@ -32,25 +32,36 @@ def on_host(x: jax.Array, transposed: bool) -> np.ndarray:
         return _swapped(np.asarray(x)) if transposed else np.asarray(x)
 
 
-def map_rows(fun: Callable[[np.ndarray], Any], rows: np.ndarray) -> Any:
+def map_rows(fun: Callable[[Any], Any], rows: Any) -> Any:
     """Calls a function with pieces of a matrix, all of one shape.
 
     Args:
       fun: a function of rows `[n, width]` that returns a tree of arrays `[n, ...]` and of numbers.
-      rows: all rows, `[..., width]`.
+      rows: all rows, `[..., width]`; or a tree of such arrays, whose first one is the widest.
 
     Returns:
       The results for the pieces, joined. Numbers become an array of one for each piece.
     """
-    size = max(_PIECE // rows.shape[-1], 1)
-    cut = [rows[i : i + size] for i in range(0, len(rows), size)]
-    last = np.zeros((size, rows.shape[-1]), rows.dtype)
-    last[: len(cut[-1])] = cut[-1]
+    first = jax.tree.leaves(rows)[0]
+    size, count = max(_PIECE // first.shape[-1], 1), len(first)
+
+    def piece(start: int) -> Any:
+        return jax.tree.map(lambda x: _filled(x[start : start + size], size), rows)
+
     with at_trace_time():
-        found = [fun(piece) for piece in (*cut[:-1], last)]
+        found = [fun(piece(i)) for i in range(0, count, size)]
         return jax.tree.map(
-            lambda *parts: np.concatenate(list(map(np.atleast_1d, parts)))[: len(rows)], *found
+            lambda *parts: np.concatenate(list(map(np.atleast_1d, parts)))[:count], *found
         )
+
+
+def _filled(x: np.ndarray, size: int) -> np.ndarray:
+    """Rows, with rows of zeros after them for this number of rows."""
+    if len(x) == size:
+        return x
+    new = np.zeros((size, *x.shape[1:]), x.dtype)
+    new[: len(x)] = x
+    return new
 
 
 def _swapped(x: np.ndarray) -> np.ndarray:
