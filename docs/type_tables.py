@@ -273,8 +273,8 @@ def primitives(kind: type) -> list[str]:
         primitive.name
         for primitive, methods in dispatch.rules().items()
         for method in methods
-        if any(names(annotation, kind) for annotation in method.signature.types)
-        or names(method.signature.varargs, kind)
+        if any(names(annotation, kind) for annotation in method.types)
+        or names(method.varargs, kind)
     }
     return sorted(found)
 

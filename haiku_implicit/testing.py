@@ -191,7 +191,7 @@ def _rules_for(fun: Operation, w: ImplicitArray) -> str:
         for primitive, methods in rules().items()
         if re.search(rf"\b{primitive.name}\b", program)
         for method in methods
-        if own & set(method.signature.types)
+        if own & set(method.types)
     ]
     return f" (rules of {type(w).__name__}: {', '.join(dict.fromkeys(found)) or 'none'})"
 

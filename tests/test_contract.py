@@ -64,7 +64,7 @@ def has_rules(kind):
     """The names of the primitives that a type has a rule for, or that have functions inside."""
 
     def mentions(method):
-        types = (*method.signature.types, method.signature.varargs)
+        types = (*method.types, method.varargs)
         return any(isinstance(t, type) and t is not object and issubclass(kind, t) for t in types)
 
     rules = {p.name for p, methods in dispatch.rules().items() if any(map(mentions, methods))}

@@ -266,6 +266,22 @@ def test_step_1_a_union_of_types():
         np.testing.assert_allclose(use(lax.sin)(C(ONES)), jnp.sin(ONES))
 
 
+def test_step_1_an_annotation_that_is_no_class_is_left_to_plum():
+    A = new_type()
+
+    @hki.primitive_handler(["sin", "cos"])
+    def for_lists(primitive, x: list[int], **params):
+        return tagged(1)
+
+    @hki.primitive_handler("cos")
+    def rule(primitive, x: A, **params):
+        return tagged(2)
+
+    assert run(lax.cos, A(ONES)) == 2
+    with hki.materialization("allow"):
+        np.testing.assert_allclose(use(lax.sin)(A(ONES)), jnp.sin(ONES))
+
+
 def test_step_1_string_annotations():
     w = Row(jnp.arange(4.0))
     out = use(jnp.cosh)(w)

@@ -115,14 +115,22 @@ def test_imports_are_the_same_for_type_checkers_and_at_run_time(module):
 
 IMPORTED = """
 import importlib, sys
+import jax, jax.numpy as jnp
 import haiku_implicit as hki
 from haiku_implicit.core import dispatch, serialization
+
+def product(x):
+    params = hki.add_lora({"w": hki.QuantizedMatrix.quantize(x, "int4")}, 0, rank=2)
+    return hki.use_implicit_args(jnp.matmul)(x, params["w"])
 
 def registered():
     rules = [rule for rules in dispatch.rules().values() for rule in rules]
     return rules, list(serialization._checkpoints), list(serialization._statics)
 
-modules, first = list(sys.modules), registered()
+modules = list(sys.modules)
+jax.eval_shape(product, jnp.ones((8, 8)))
+assert "plum" not in sys.modules, "a first product waits for Plum's import, which takes as long"
+first = registered()
 assert serialization.node_named("haiku_implicit.Sensitivity")  # as `load` looks a type up
 found = registered()[1]
 for name in sys.argv[1:]:

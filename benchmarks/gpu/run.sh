@@ -52,7 +52,7 @@ tune() {
 
 products() { stage products 170 python3 -m benchmarks.gpu.products --gpu_output="$output/products.json" --gpu_compilers="$processes"; }
 
-steps() { stage steps 150 python3 -m benchmarks.gpu.steps --steps_output="$output/steps.json"; }
+steps() { stage steps 180 python3 -m benchmarks.gpu.steps --steps_output="$output/steps.json"; }
 
 contract() {
   JAX_DEFAULT_MATMUL_PRECISION=highest stage contract 150 \

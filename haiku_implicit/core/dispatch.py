@@ -1,6 +1,6 @@
 """The table of rules: the functions that run primitives on operands of given types.
 
-Plum compares types with annotations. This module holds the table, and orders the rules.
+This module holds the table. Plum says which of several rules for the same operands is more specific.
 """
 
 import functools
@@ -21,10 +21,12 @@ Rule = Callable[..., Result]
 
 
 class Method(NamedTuple):
-    """A rule, and the types that it is for (a `plum.Signature`)."""
+    """A rule, and the types that it is for; `varargs` is None without a parameter `*operands`."""
 
     rule: Rule
-    signature: Any
+    types: tuple[Any, ...]
+    varargs: Any
+    precedence: int
 
 
 # The rules of each primitive, and those that nothing has looked up yet: functions that read them.
@@ -124,15 +126,24 @@ def _can_wait(rule: Rule) -> bool:
 
 
 def _read(rule: Rule, precedence: int) -> Method:
-    # Imported here, as Plum takes as long to import as the types of this package.
-    import plum
+    if _can_wait(rule):
+        parameters = inspect.signature(rule).parameters.values()
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        found = tuple(p.annotation for p in parameters if p.kind in kinds)
+        varargs = next((p.annotation for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    else:
+        import plum
 
-    full = plum.Signature.from_callable(rule, precedence=precedence)
-    # The first parameter is the primitive, the key of the table. Plum reads a missing annotation as
-    # `Any`, which its older versions do not treat as the least specific type.
-    operands = [object if t is Any else t for t in full.types[1:]]
-    varargs = object if full.varargs is Any else full.varargs
-    return Method(rule, plum.Signature(*operands, varargs=varargs, precedence=precedence))
+        full = plum.Signature.from_callable(rule)
+        found, varargs = full.types, full.varargs if full.has_varargs else None
+    # The first parameter is the primitive, the key of the table.
+    types = tuple(map(_any_is_object, found[1:]))
+    return Method(rule, types, _any_is_object(varargs), precedence)
+
+
+def _any_is_object(annotation: Any) -> Any:
+    """The annotation, or `object` if it is missing: older Plums do not order `Any` last."""
+    return object if annotation in (Any, inspect.Parameter.empty) else annotation
 
 
 def _rules_of(primitive: Primitive) -> list[Method]:
@@ -141,7 +152,7 @@ def _rules_of(primitive: Primitive) -> list[Method]:
         methods, unread = _rules.setdefault(primitive, []), _unread.get(primitive, [])
         while unread:
             new = unread[0]()
-            methods[:] = [m for m in methods if m.signature != new.signature] + [new]
+            methods[:] = [m for m in methods if m[1:] != new[1:]] + [new]
             del unread[0]
         return list(methods)
 
@@ -231,18 +242,38 @@ def rules_for(
 
 
 def _most_specific_first(primitive: Primitive, kinds: list[type]) -> list[Rule]:
-    import plum
+    left = [m for m in _rules_of(primitive) if _accepts(m, kinds)]
+    if len(left) < 2:
+        return [m.rule for m in left]  # most products, which need not wait for Plum's import
+    signatures = {id(m): _signature(m) for m in left}
 
-    target = plum.Signature(*kinds)
-    left = [m for m in _rules_of(primitive) if target <= m.signature]
+    def more_specific(a: Method, b: Method) -> bool:
+        first, second = signatures[id(a)], signatures[id(b)]
+        return bool(first <= second and not second <= first)
+
     ordered = []
     while left:
-        best = [m for m in left if not any(_more_specific(n, m) for n in left)]
-        chosen = max(best, key=lambda m: m.signature.precedence)  # the first of equals
+        best = [m for m in left if not any(more_specific(n, m) for n in left)]
+        chosen = max(best, key=lambda m: m.precedence)  # the first of equals
         ordered.append(chosen.rule)
         left.remove(chosen)
     return ordered
 
 
-def _more_specific(a: Method, b: Method) -> bool:
-    return bool(a.signature <= b.signature and not b.signature <= a.signature)
+def _accepts(method: Method, kinds: list[type]) -> bool:
+    """Whether a rule is for operands of these types."""
+    more = len(kinds) - len(method.types)
+    if more < 0 or (more and method.varargs is None):
+        return False
+    try:
+        return all(map(issubclass, kinds, (*method.types, *[method.varargs] * more)))
+    except TypeError:  # an annotation that is neither a class nor a union of classes
+        return bool(_signature(Method(method.rule, tuple(kinds), None, 0)) <= _signature(method))
+
+
+def _signature(method: Method) -> Any:
+    # Imported here, as Plum takes as long to import as the types of this package.
+    import plum
+
+    varargs = {} if method.varargs is None else {"varargs": method.varargs}
+    return plum.Signature(*method.types, **varargs)

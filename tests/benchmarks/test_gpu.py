@@ -112,12 +112,13 @@ def test_the_table_of_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "DOCUMENTS", (document,))
     sizes = dict(weights=2e9, arguments=3e9, temporaries=4e9)
     times = {"all weights": 0.2, "LoRA": 0.15}
-    cases = [dict(batch="8x512", method=name, time=times[name], **sizes) for name in times]
-    about = dict(environment=benchmark.environment(), layers=12, width=2048, rank=16)
+    case = dict(model="Llama", batch="8x512", **sizes)
+    cases = [case | dict(method=name, time=times[name]) for name in times]
+    about = dict(environment=benchmark.environment(), layers=12, width=2048, blocks=48, rank=16)
     output.write_text(json.dumps(about | dict(cases=cases)))
     with flagsaver.flagsaver(steps_output=str(output), steps_report_only=True):
         steps.main(["steps"])
-    assert "| 8x512 | LoRA | 150.0 | 0.75 | 2.00 | 3.00 | 4.00 |" in document.read_text()
+    assert "| Llama, 8x512 | LoRA | 150.0 | 0.75 | 2.00 | 3.00 | 4.00 |" in document.read_text()
 
 
 @pytest.mark.slow
@@ -141,13 +142,15 @@ def test_products_for_a_gpu(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.all_slow
 @pytest.mark.parametrize("method", steps.METHODS)
-def test_steps_for_a_gpu(method, monkeypatch):
+@pytest.mark.parametrize(("name", "batch"), [("Llama", "1x16"), ("Pairformer", "16")])
+def test_steps_for_a_gpu(name, batch, method, monkeypatch):
     monkeypatch.setattr(benchmark.pallas, "capability", lambda: 9.0)
     monkeypatch.setattr(benchmark.pallas, "available", lambda: True)
-    optimizer, tokens = optax.adam(1e-4), jnp.zeros((1, 16), int)
-    with flagsaver.flagsaver(steps_layers=1, steps_width=128):
-        model, params = steps.METHODS[method]()
-        step = steps.traced(model, optimizer, params, optimizer.init(params), tokens)
+    optimizer, of = optax.adam(1e-4), steps.MODELS[name]
+    with flagsaver.flagsaver(steps_layers=1, steps_width=128, steps_blocks=2):
+        model, params = steps.METHODS[method](of.dense)
+        state = optimizer.init(params)
+        step = steps.traced(model, of.loss, optimizer, params, state, of.batch(batch))
     assert (KERNEL in lowered_for_cuda(step)) == ("LoRA on" in method)
 
 
@@ -165,11 +168,14 @@ def test_the_script_without_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.all_slow
 @pytest.mark.parametrize("method", ["all weights", "LoRA on int4, groups of 128"])
-def test_steps(method):
+@pytest.mark.parametrize(("name", "batch"), [("Llama", "2x16"), ("Pairformer", "6")])
+def test_steps(name, batch, method):
     """A step lowers the loss, and trains LoRA's factors alone."""
-    with flagsaver.flagsaver(steps_layers=1, steps_width=128, steps_number=2):
-        found = steps.measure(method, "2x16")
+    sizes = dict(steps_layers=1, steps_width=128, steps_blocks=1)
+    with flagsaver.flagsaver(**sizes, steps_number=2):
+        found = steps.measure(name, method, batch)
     first, last = found["loss"]
     assert last < first
     assert (found["trained"] == found["weights"]) == (method == "all weights")

@@ -1,14 +1,16 @@
-"""The mixture of experts and the U-Net, against the same written with NumPy in float64."""
+"""The mixture of experts, the U-Net and the Pairformer, against the same in NumPy and float64."""
 
 import functools
+import itertools
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from models import diffusion, mixture
+from models import diffusion, mixture, pairformer
 from tests.dense_twin import close, same_without_dense
 from tests.haiku_models import noise
 from tests.random_arrays import normal
@@ -17,6 +19,7 @@ from tests.tiers import few
 MIXTURE = mixture.MixtureConfig(
     vocab_size=19, dim=16, num_layers=1, num_heads=4, num_kv_heads=2, hidden_dim=12, num_experts=5
 )
+PAIRFORMER = pairformer.PairformerConfig(8, 4, 2, single_heads=2, pair_heads=2, factor=2)
 UNET = diffusion.UnetConfig(channels=2, widths=(4, 8), num_groups=2, num_heads=2, time_dim=6)
 
 
@@ -117,7 +120,97 @@ def unet_model():
     return model.apply, noise(jax.jit(model.init)(jax.random.key(0), *inputs)), unet, inputs
 
 
+# --- Pairformer -----------------------------------------------------------------------------------
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def flat_pairformer(*inputs):
+    return jnp.concatenate([x.ravel() for x in pairformer.Pairformer(PAIRFORMER)(*inputs)])
+
+
+def every_block(params, single, pair):
+    """The loops of the paper's algorithms 17, 12 to 15, 11 and 24."""
+    n = range(len(single))
+    for block in range(PAIRFORMER.num_blocks):
+
+        def p(name, leaf="w", block=block):
+            of_blocks = "pairformer/__layer_stack_no_per_layer/pairformer/~block"
+            return params[f"{of_blocks}/{name}"][leaf][block]
+
+        def norm(x, name, p=p):
+            x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+            return x * p(name, "scale") + p(name, "offset")
+
+        def transition(x, name, p=p, norm=norm):
+            h = norm(x, f"{name}/norm")
+            return (silu(h @ p(f"{name}/gate")) * (h @ p(f"{name}/up"))) @ p(f"{name}/down")
+
+        def heads(x, number):
+            return x.reshape(*x.shape[:-1], number, -1)
+
+        for name in ("outgoing_edges", "incoming_edges"):
+            z = norm(pair, f"{name}/norm")
+            a, b = (
+                sigmoid(z @ p(f"{name}/{side}_gate")) * (z @ p(f"{name}/{side}"))
+                for side in ("left", "right")
+            )
+            out = np.zeros_like(pair)
+            for i, j, k in itertools.product(n, n, n):
+                out[i, j] += a[i, k] * b[j, k] if name == "outgoing_edges" else a[k, i] * b[k, j]
+            out = norm(out, f"{name}/center_norm") @ p(f"{name}/output")
+            pair = pair + sigmoid(z @ p(f"{name}/gate")) * out
+        for name in ("starting_node", "ending_node"):
+            z = norm(pair, f"{name}/norm")
+            q, k, v = (
+                heads(z @ p(f"{name}/{x}"), PAIRFORMER.pair_heads)
+                for x in ("query", "key", "value")
+            )
+            bias, mixed = z @ p(f"{name}/bias"), np.zeros_like(q)
+            for i, j, h in itertools.product(n, n, range(PAIRFORMER.pair_heads)):
+                if name == "starting_node":
+                    other, values = k[i, :, h], v[i, :, h]
+                    own_bias = bias[j, :, h]
+                else:
+                    other, values = k[:, j, h], v[:, j, h]
+                    own_bias = bias[:, i, h]
+                scores = other @ q[i, j, h] / np.sqrt(q.shape[-1]) + own_bias
+                mixed[i, j, h] = softmax(scores) @ values
+            gated = sigmoid(z @ p(f"{name}/gate")) * mixed.reshape(z.shape)
+            pair = pair + gated @ p(f"{name}/output")
+        pair = pair + transition(pair, "pair_transition")
+        s = norm(single, "single_attention/norm")
+        q, k, v = (
+            heads(s @ p(f"single_attention/{x}"), PAIRFORMER.single_heads)
+            for x in ("query", "key", "value")
+        )
+        q = q + heads(p("single_attention/query", "b"), PAIRFORMER.single_heads)
+        bias, mixed = norm(pair, "single_attention/pair_norm") @ p("single_attention/bias"), 0 * q
+        for i, h in itertools.product(n, range(PAIRFORMER.single_heads)):
+            weights = softmax(k[:, h] @ q[i, h] / np.sqrt(q.shape[-1]) + bias[i, :, h])
+            mixed[i, h] = weights @ v[:, h]
+        gated = sigmoid(s @ p("single_attention/gate")) * mixed.reshape(s.shape)
+        single = single + gated @ p("single_attention/output")
+        single = single + transition(single, "single_transition")
+    return np.concatenate([single.ravel(), pair.ravel()])
+
+
+@functools.cache
+def pairformer_model():
+    model = hk.without_apply_rng(hk.transform(flat_pairformer))
+    inputs = normal((3, 8), 1), normal((3, 3, 4), 2)
+    return model.apply, noise(jax.jit(model.init)(jax.random.key(0), *inputs)), every_block, inputs
+
+
 MODELS = {"mixture": mixture_block, "unet": unet_model}
+
+
+def test_the_pairformer_is_the_algorithms():
+    """Values alone: sums along a direction cancel too much for a slope in float32."""
+    apply, params, formula, inputs = pairformer_model()
+    close(jax.jit(apply)(params, *inputs), formula(doubles(params), *doubles(inputs)), 1e-5)
 
 
 def doubles(tree):
@@ -182,16 +275,23 @@ WAYS = {
     "qlora": lambda params: lora(int4(params)),
 }
 WHOLE = {
-    "mixture": (mixture.MixtureOfExperts, MIXTURE, (np.arange(12).reshape(2, 6) % 19,)),
-    "unet": (diffusion.Unet, UNET, (np.ones((2, 4, 6, 2), np.float32), np.asarray([3.0, 250.0]))),
+    "mixture": (
+        lambda x: mixture.MixtureOfExperts(MIXTURE)(x),
+        (np.arange(12).reshape(2, 6) % 19,),
+    ),
+    "unet": (
+        lambda *x: diffusion.Unet(UNET)(*x),
+        (np.ones((2, 4, 6, 2), np.float32), np.asarray([3.0, 250.0])),
+    ),
+    "pairformer": (flat_pairformer, (normal((3, 8), 1), normal((3, 3, 4), 2))),
 }
 EXPERTS = [f"mixture_of_experts/layer_0/mixture/{n}_proj" for n in ("gate", "up", "down")]
 
 
 def whole_model(name, way):
     """A model with implicit parameters, these, and inputs."""
-    module, config, inputs = WHOLE[name]
-    model = hk.without_apply_rng(hk.transform(lambda *x: module(config)(*x)))
+    forward, inputs = WHOLE[name]
+    model = hk.without_apply_rng(hk.transform(forward))
     params = noise(jax.jit(model.init)(jax.random.key(0), *inputs))
     return model.apply, WAYS[way](params), inputs
 
