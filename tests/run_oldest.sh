@@ -17,4 +17,6 @@ trap 'rm -rf "$environment"' EXIT
 "$python" -m venv "$environment"
 "$environment/bin/pip" install -q -c tests/oldest.txt -e '.[test]'
 "$environment/bin/pip" list | grep -iE '^(jax|jaxlib|dm-haiku|optax|chex|plum-dispatch|numpy) '
-"$environment/bin/python" -m pytest -n 2 --slow "$@"
+# rlax and distrax of that age import a tensorflow-probability that does not import with JAX 0.7.0.
+skipped='tests/test_readme.py::test_programs_run_from_top_to_bottom[neighbors.md]'
+"$environment/bin/python" -m pytest -n 2 --slow --deselect "$skipped" "$@"

@@ -29,7 +29,11 @@ import haiku_implicit as hki
 from benchmarks import result_files
 from benchmarks import tables as markdown
 from benchmarks.gpu import products
-from examples.models import llama, pairformer
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by name
+
+from models import llama, pairformer  # noqa: E402
 
 OUTPUT = flags.DEFINE_string("steps_output", "gpu_steps.json", "The results' file.")
 LAYERS = flags.DEFINE_integer("steps_layers", 12, "Layers of the Llama.", 1)

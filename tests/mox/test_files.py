@@ -483,7 +483,7 @@ def resnet(x):
 
 
 def bert_model(x):
-    from examples.models import bert
+    from models import bert
 
     config = bert.BertConfig(50, 16, 2, 2, 32, 8)
     tokens = (jnp.abs(x) * 49).astype(jnp.int32)
@@ -491,7 +491,7 @@ def bert_model(x):
 
 
 def llama_model(x):
-    from examples.models import llama
+    from models import llama
 
     config = llama.LlamaConfig(50, 16, 2, 2, 2, 32)
     return llama.Llama(config)((jnp.abs(x) * 49).astype(jnp.int32))
@@ -499,7 +499,7 @@ def llama_model(x):
 
 def decoding_llama(x):
     """With its cache of keys and values, in Haiku's state."""
-    from examples.models import llama
+    from models import llama
 
     config = llama.LlamaConfig(50, 16, 2, 2, 2, 32)
     return llama.Llama(config)((jnp.abs(x) * 49).astype(jnp.int32), cache_length=12)

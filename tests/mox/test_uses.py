@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import haiku_implicit as hki
-from examples.models import bert, llama
 from haiku_implicit.mox import make_mox
+from models import bert, llama
 from tests.mox.compare import close
 
 RELU = '//custom_jvp_call[@name="relu"]'
