@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import jax
 import jax.numpy as jnp
@@ -264,6 +264,53 @@ def test_step_1_a_union_of_types():
     assert [run(lax.sin, T(ONES)) for T in (A, B)] == [1, 2]
     with hki.materialization("allow"):
         np.testing.assert_allclose(use(lax.sin)(C(ONES)), jnp.sin(ONES))
+
+
+@dataclasses.dataclass
+class Named(hki.ImplicitArray):
+    """A type that an annotation names by a text."""
+
+    x: Any
+
+    def materialize(self):
+        return self.x
+
+
+def test_step_1_a_union_with_a_text():
+    D = new_type()
+
+    @hki.primitive_handler(["tan", "sub"])
+    def rule(primitive, x: Union["Named", jax.Array], *others: Optional["Named"], **params):
+        return tagged(1)
+
+    with hki.materialization("allow"):
+        np.testing.assert_allclose(use(lax.tan)(D(ONES)), jnp.tan(ONES))
+    assert run(lax.tan, Named(ONES)) == 1
+
+
+def test_step_1_a_union_with_any_is_for_all_types():
+    A, B = new_type(), new_type()
+
+    @hki.primitive_handler("bessel_i0e")  # which no other test has
+    def rule(primitive, x: A | Any, **params):
+        return tagged(1)
+
+    assert run(lax.bessel_i0e, B(ONES)) == 1
+
+
+def test_step_1_the_later_rule_of_equal_types():
+    A = new_type()
+    B = type("B", (A,), {})
+
+    @hki.primitive_handler("acos")
+    def first(primitive, x: A, **params):
+        return tagged(1)
+
+    @hki.primitive_handler("acos")
+    def second(primitive, x: A | B, **params):
+        return tagged(2)
+
+    assert run(lax.acos, A(ONES)) == run(lax.acos, B(ONES)) == 2
 
 
 def test_step_1_an_annotation_that_is_no_class_is_left_to_plum():

@@ -218,6 +218,20 @@ def test_optax_adds_the_updates_of_freeze_declared(kind):
     assert np.all(np.asarray(np.ones(3) + updates["mlp/~/linear_0"]["b"]) == 1)
 
 
+def test_a_list_that_groups_of_an_optimizer_share():
+    """Each group has one of the names; `init` sees the group alone."""
+    params = {"a": {"w": jnp.ones(2)}, "b": {"w": jnp.ones(2)}, "c": {"w": jnp.ones(2)}}
+    one = hki.freeze_declared(optax.sgd(0.5), trainable_dense=["a/w", "c/w"])
+    labels = {"a": "x", "b": "x", "c": "y"}
+    optimizer = optax.multi_transform({"x": one, "y": one}, labels)
+    grads = params | {"b": {"w": None}}
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    new = hki.apply_updates(params, updates)
+    assert [float(new[name]["w"][0]) for name in "abc"] == [0.5, 1.0, 0.5]
+    with pytest.raises(ValueError, match="chooses none"):
+        hki.freeze_declared(optax.sgd(0.5), trainable_dense=["d/w", "e/w"]).init(params)
+
+
 def test_gradients_of_jax_beside_freeze_declared():
     """`jax.grad` differentiates frozen floats, too; the optimizer leaves them out."""
     params = with_lora(DENSE.init(jax.random.key(0), X))

@@ -48,10 +48,8 @@ def model(x):
 T = hk.without_apply_rng(hk.transform(model))
 X = normal((2, 5, WIDTH), 1)
 # Drawn as `init` draws them, without a program at each import.
-PARAMS = jax.tree.map(
-    lambda x: normal(x.shape, len(x.shape) + x.shape[-1], scale=0.15),
-    jax.eval_shape(T.init, jax.random.key(0), X),
-)
+_LEAVES, _TREE = jax.tree.flatten(jax.eval_shape(T.init, jax.random.key(0), X))
+PARAMS = _TREE.unflatten([normal(x.shape, i, scale=0.15) for i, x in enumerate(_LEAVES)])
 IMPLICIT = hki.transform_implicit(T)
 AXES = {
     "query_w": ((-3,), (-2, -1)),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.fields import FROZEN, aux_field, product_dtype
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.core.wrapper import Wrapper
 
@@ -34,7 +34,7 @@ class InputDropout(Wrapper, core_ndim=2, linear_in="w"):
     def dropped(self, x: jax.Array) -> jax.Array:
         """Applies dropout to the other operand of a product."""
         kept = jax.random.bernoulli(self.key.reshape(-1)[0], 1 - self.rate, x.shape)
-        x = x.astype(jnp.promote_types(x.dtype, self.dtype))  # integers, once divided, are none
+        x = x.astype(product_dtype(x.dtype, self.dtype))  # integers, once divided, are none
         return jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
 
 

@@ -17,6 +17,7 @@ from haiku_implicit.core.batch_axes import leaves_whole
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import product_dtype
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.quantized.products.ragged import row_numbers
@@ -102,7 +103,7 @@ def dot_with_rotated(call: BinaryCall, x: jax.Array, w: Rotated) -> Result:
     out = call(x, w.w)
     axis = lead if call.w_first else out.ndim - 1
     batch = [w_batch.index(i) for i in range(lead)]
-    return _turned(out, w.rotation, batch, axis, lead + 1)
+    return _turned(out, w.rotation, batch, axis, lead + 1).astype(out.dtype)
 
 
 def _turned(x: jax.Array, rotation: Array, batch: Any, axis: int, contracted: int) -> jax.Array:
@@ -124,7 +125,7 @@ def _turned(x: jax.Array, rotation: Array, batch: Any, axis: int, contracted: in
 
 def _alike(x: jax.Array, rotation: Array) -> tuple[jax.Array, Array]:
     """Casts both to the wider dtype: integers, once rotated, are no integers."""
-    wide = jnp.promote_types(x.dtype, rotation.dtype)
+    wide = product_dtype(x.dtype, rotation.dtype)
     if wide != rotation.dtype and jnp.issubdtype(wide, np.floating):
         rotation = jax.lax.convert_element_type(rotation, wide)
     return x.astype(wide), rotation

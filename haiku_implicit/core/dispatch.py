@@ -8,7 +8,7 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, ForwardRef, NamedTuple, Union, get_args, get_origin
 
 import jax
 from jax.extend.core import primitives as jex_primitives
@@ -122,7 +122,12 @@ def _can_wait(rule: Rule) -> bool:
     """
     if not isinstance(rule, types.FunctionType) or rule.__defaults__:
         return False
-    return not any(isinstance(annotation, str) for annotation in rule.__annotations__.values())
+    return not any(map(_has_text, rule.__annotations__.values()))
+
+
+def _has_text(annotation: Any) -> bool:
+    """Whether an annotation is a text, or a union with one."""
+    return isinstance(annotation, str | ForwardRef) or any(map(_has_text, get_args(annotation)))
 
 
 def _read(rule: Rule, precedence: int) -> Method:
@@ -143,7 +148,10 @@ def _read(rule: Rule, precedence: int) -> Method:
 
 def _any_is_object(annotation: Any) -> Any:
     """The annotation, or `object` if it is missing: older Plums do not order `Any` last."""
-    return object if annotation in (Any, inspect.Parameter.empty) else annotation
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    anything = (Any, inspect.Parameter.empty)
+    found = get_args(annotation) if is_union else (annotation,)
+    return object if any(t in anything for t in found) else annotation
 
 
 def _rules_of(primitive: Primitive) -> list[Method]:
@@ -246,6 +254,15 @@ def _most_specific_first(primitive: Primitive, kinds: list[type]) -> list[Rule]:
     if len(left) < 2:
         return [m.rule for m in left]  # most products, which need not wait for Plum's import
     signatures = {id(m): _signature(m) for m in left}
+    # A later rule also replaces an earlier one for types that are equal, but written in another way.
+    left = [
+        m
+        for i, m in enumerate(left)
+        if not any(
+            (signatures[id(m)], m.precedence) == (signatures[id(n)], n.precedence)
+            for n in left[i + 1 :]
+        )
+    ]
 
     def more_specific(a: Method, b: Method) -> bool:
         first, second = signatures[id(a)], signatures[id(b)]

@@ -79,6 +79,15 @@ def as_dtype(dtype: DType) -> Any:
     return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
 
 
+def product_dtype(x: DType, w: DType) -> Any:
+    """The dtype of `x`, once it is scaled or rotated before a product with `w`: the wider one of both.
+
+    JAX promotes no floats of 8 bits.
+    """
+    narrow = np.dtype(x).itemsize == 1 and jax.dtypes.issubdtype(x, np.floating)
+    return np.dtype(w) if narrow else jax.numpy.promote_types(x, w)
+
+
 def canonical(dtype: DType) -> Any:
     """Returns the dtype that JAX uses for this one: 32 bits instead of 64, except in x64 mode."""
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)

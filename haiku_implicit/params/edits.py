@@ -36,7 +36,7 @@ def quantize_params(
     matrix_axes: MatrixAxesOf | None = None,
     **options: Unpack[QuantizeArguments],
 ) -> SameTree:
-    """Quantizes weights of a tree of parameters; of an adapter, its `w`.
+    """Quantizes weights of a tree of parameters; of an adapter, its `w` (without `rules`).
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings; or

@@ -173,12 +173,18 @@ def zeros_like(x: Array) -> Array:
 # --- trainable slots -----------------------------------------------------------------------------
 
 
-def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = True) -> list[bool]:
+def trained(
+    slots: Sequence[Slot],
+    trainable_dense: Targets,
+    must_match: bool = True,
+    each_item: bool = True,
+) -> list[bool]:
     """For each slot, whether its array is trained: as the types declare, or by `trainable_dense`.
 
     Raises:
-      ValueError: with `must_match`, for an expression, or a list's item, that matches no dense array.
-        (If it also matches implicit ones, this is a warning.)
+      ValueError: with `must_match`, for an expression that matches no dense array, or a list, of which
+        no item does (with `each_item`: one does not). (If it also matches implicit ones, this is a
+        warning.)
     """
     chosen = predicate_of("trainable_dense", trainable_dense)
     flags, dense = [], []
@@ -193,12 +199,15 @@ def trained(slots: Sequence[Slot], trainable_dense: Targets, must_match: bool = 
         flags.append(flag)
     if must_match and dense:
         others = {"/".join(s.path[: -len(s.fields)]): s.fields[0][0] for s in slots if s.fields}
-        _check_named(trainable_dense, dense, others)
+        _check_named(trainable_dense, dense, others, each_item)
     return flags
 
 
 def _check_named(
-    trainable_dense: Any, dense: Sequence[str], others: Mapping[str, type[ImplicitArray]]
+    trainable_dense: Any,
+    dense: Sequence[str],
+    others: Mapping[str, type[ImplicitArray]],
+    each_item: bool,
 ) -> None:
     """Raises for a name that matches no dense array; warns if it matches implicit ones, too.
 
@@ -206,11 +215,11 @@ def _check_named(
       trainable_dense: the argument of that name. Only expressions and items of lists are names.
       dense: the paths of the dense arrays.
       others: the types of the implicit arrays by their paths.
+      each_item: whether each item of a list has to match.
     """
-    is_one = isinstance(trainable_dense, str | re.Pattern)
-    for item in (
-        [trainable_dense] if is_one else trainable_dense if is_list(trainable_dense) else ()
-    ):
+    several = is_list(trainable_dense)
+    is_one = isinstance(trainable_dense, str | re.Pattern) or (several and not each_item)
+    for item in [trainable_dense] if is_one else trainable_dense if several else ():
         chosen = predicate_of("trainable_dense", item if is_one else [item])
         is_meant = lambda path, chosen=chosen: chosen(*path.rpartition("/")[::2], None)  # noqa: E731
         found, meant = list(filter(is_meant, dense)), list(filter(is_meant, others))

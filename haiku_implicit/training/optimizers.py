@@ -181,7 +181,8 @@ def _frozen(
     def marks_of(tree: Tree, slots: Sequence[Slot], first: bool) -> list[tuple[bool, bool]]:
         """For each slot, whether it is trained, and whether `select` marks it."""
         # A regular expression has to match something in `init`; an update may lack dense arrays.
-        own = trained(slots, trainable_dense, first)
+        # (A list as a whole: `optax.multi_transform` shows an optimizer one group of parameters.)
+        own = trained(slots, trainable_dense, first, each_item=False)
         return list(zip(own, select(tree, slots, first), strict=True))
 
     def init(params: Params) -> State:

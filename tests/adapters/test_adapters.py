@@ -78,6 +78,21 @@ def test_rotated_weights_are_normalized_and_cut(never_dense):
         close(got, want)
 
 
+@pytest.mark.parametrize("result", ["float32", "bfloat16"])
+@pytest.mark.parametrize("x", ["float32", "float8_e4m3fn", "int8"])
+def test_a_product_with_a_rotated_weight_has_the_dtype_that_is_asked_for(x, result, never_dense):
+    w, x = CASES["butterfly"]((), normal((N, M))), jnp.round(2 * normal((3, N), 2)).astype(x)
+    for axis, operand in ((0, x), (1, x[:, :M])):
+        numbers = ((1,), (axis,)), ((), ())
+        run = functools.partial(jax.lax.dot_general, operand, dimension_numbers=numbers)
+        product = functools.partial(run, preferred_element_type=result)
+        got, want = hki.use_implicit_args(product)(w), product(hki.materialize(w))
+        assert got.dtype == want.dtype
+        close(
+            got.astype(jnp.float32), want.astype(jnp.float32), 1e-5 if result == "float32" else 2e-2
+        )
+
+
 PRODUCTS = ("x w", "w x", "x wᵀ", "wᵀ x", "einsum")
 
 

@@ -42,6 +42,10 @@ def test_integers_are_scaled(never_dense):
     w, x = dropped(lora()), jnp.ones((3, N), jnp.int8)
     run = hki.use_implicit_args(jnp.matmul)
     close(run(x, w), run(x.astype(jnp.float32), w))
+    eight = hki.use_implicit_args(
+        lambda x, w: jax.lax.dot(x, w, preferred_element_type=jnp.float32)
+    )
+    close(eight(x.astype(jnp.float8_e4m3fn), w), run(x.astype(jnp.float32), w))
 
 
 BASES = ["dense", "int8", "nf4"]

@@ -137,6 +137,12 @@ def test_one_row_of_any_magnitude(name):
     np.testing.assert_allclose(ones[0], dense[40], rtol=1e-6, atol=table)
     for bad in (np.inf, np.nan):
         assert not np.isfinite(run(w, np.full((1, 96), bad, np.float32))).any()
+    for of_w, of_x in ((1e-18, 1e-12), (1e10, 1e23)):  # (float32 has numbers from 1e-38 to 3e38)
+        offset = None if w.offset is None else w.offset * np.float32(of_w)
+        scaled = w._replace(scale=w.scale * np.float32(of_w), offset=offset)
+        got = run(scaled, (x * of_x).astype(np.float32))
+        got = np.asarray(got, np.float64) / of_w / of_x
+        np.testing.assert_allclose(got, x @ dense, rtol=1e-6, atol=1e-6 * scale)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])

@@ -291,10 +291,9 @@ struct OfFewRows {
   static FewRows find(const Weights& w, Kind kind, const Activations& x) {
     if constexpr (M <= 2)
       if (w.rounding == kNone && x.moderate()) {
-        constexpr bool as_floats = M == 2 || kLanes != 8;  // and not `by_table`
-        FewRows found{};
-        if (Table16(w.table, w.bits()).coarse()) found = of_planes<kCoarse16>(w);
-        else if constexpr (as_floats) if (w.nibbles()) found = of_size<kTable16, 4, 0>(w);
+        const FewRows found = Table16(w.table, w.bits()).coarse() ? of_planes<kCoarse16>(w)
+                              : w.nibbles()                       ? of_size<kTable16, 4, 0>(w)
+                                                                  : FewRows{};
         return found.multiply ? found : of_bytes<false>[kind];
       }
     return of_bytes<true>[kind];
@@ -334,15 +333,15 @@ constexpr int64_t kFewOfGroups = kLanes == 16 ? 4 : 2;  // if `decode_groups` se
 
 // --- one row of activations, as integers --------------------------------------------------------------
 
-// y, for one row and codes of any table: activations and values become integers of more digits than their floats
-// need. False if that does not serve, as with AVX-512, whose tables are of floats.
+// y, for one row and codes of any table: activations become integers of 25 bits, values integers of 23. False if
+// that does not serve, as with AVX-512, whose tables are of floats, and for tables with very small values.
 bool by_table(const Weights& w, const Integers& integers, const Activations& x, float* y, Team team) {
 #if defined(HKI_AVX2)
   FixedTable table;
   if (!RowInWords::fits(integers) || !table.set(w.table)) return false;
   RowInWords words(integers);
   words.place(scratch<1>(words.size()));
-  words.round(x.data);
+  words.round(x.data, table.unit);
   const auto part = integers.several       ? table_rows<4, true, false>
                     : integers.vectors == 1 ? table_rows<4, false, true>
                                             : table_rows<4, false, false>;

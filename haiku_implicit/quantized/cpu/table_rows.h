@@ -43,6 +43,7 @@ struct RowInWords {
   // that become 4096th start: what `rest` has too much is not counted, and half of the unit makes them round.
   static constexpr int64_t kHalf = 4 * kWide, kSize = 2 * kHalf + 3 * kWide;
   static constexpr int kOfRest = 1 << 11;
+  static constexpr float kWhole = 1 << 23;  // sums are divided by it, since scales of integers may be zero in float32
   const Integers& w;
   int64_t starts, groups;  // vectors of codes; groups, up to whole vectors of floats
   char* codes;             // [starts, kSize]
@@ -58,12 +59,13 @@ struct RowInWords {
     codes = reinterpret_cast<char*>(memory), scale = memory + starts * kSize / 4, sums = scale + groups;
   }
 
-  void round(const float* x) {
+  // With scales of products with values in this unit.
+  void round(const float* x, float unit) {
     std::fill_n(codes, starts * kSize, 0);
     std::fill_n(scale, 2 * groups, 0.0f);
     const int64_t group = w.w.group;
     for (int64_t i = 0; i < w.w.groups; ++i)
-      round_group(i, x + i * group, std::min(group, w.w.length - i * group));
+      round_group(i, x + i * group, std::min(group, w.w.length - i * group), unit);
     for (int64_t i = 0; i < starts; ++i) {
       char* const own = codes + i * kSize + 2 * kHalf;
       const auto sum = [&](int half) { return pairs(Wide{} + 64, load<Wide>(own + half * kWide)); };
@@ -73,12 +75,12 @@ struct RowInWords {
   }
 
  private:
-  void round_group(int64_t i, const float* x, int64_t length) {
+  void round_group(int64_t i, const float* x, int64_t length, float unit) {
     float largest = 0, sum = 0;
     for (int64_t k = 0; k < length; ++k) largest = std::max(largest, std::abs(x[k])), sum += x[k];
     const int32_t exponent = std::max(Numbers::bits_of(largest) >> 23, 24);  // (the largest is below 2^24)
     const float inverse = Numbers::as_float(277 - exponent << 23);
-    scale[i] = Numbers::as_float(exponent - 23 << 23), sums[i] = sum;
+    scale[i] = Numbers::as_float(exponent - 23 << 23) * kWhole * unit, sums[i] = sum;
     constexpr int kRun = 8;  // elements that stay together
     for (int64_t k = 0; k < length; k += kRun) {
       const int64_t half = k / w.group_bytes, byte = i * w.group_bytes + k % w.group_bytes;
@@ -145,13 +147,12 @@ void table_rows(const FixedTable& table, const RowInWords& x, int64_t first, int
         }
         seconds += of_pairs(small[0] + small[1], RowInWords::kOfRest);
         const float* scale = scales + r * of_row + group;
-        total[r] += __builtin_convertvector(firsts + (seconds >> 12), Floats) *
+        total[r] += __builtin_convertvector(firsts + (seconds >> 12), Floats) * (1 / RowInWords::kWhole) *
                     (several ? permuted(load<Floats>(scale), of_lane) : (Floats)_mm256_broadcast_ss(scale));
       }
       soon += R * kWide * w.step;
       if (several || single || ++vector == vectors) vector = 0, group += in_start;
     }
-    for (int r = 0; r < R; ++r) total[r] *= table.unit;
     if (w.offset.data) span.add_offsets<R>(first, x.sums, total);
     float all[R];
     for (int r = 0; r < R; r += 4) sum_four(total + r, all + r);
