@@ -228,7 +228,7 @@ def test_a_list_that_groups_of_an_optimizer_share():
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     new = hki.apply_updates(params, updates)
     assert [float(new[name]["w"][0]) for name in "abc"] == [0.5, 1.0, 0.5]
-    with pytest.raises(ValueError, match="chooses none"):
+    with pytest.raises(ValueError, match="d/w. matches none"):
         hki.freeze_declared(optax.sgd(0.5), trainable_dense=["d/w", "e/w"]).init(params)
 
 

@@ -181,8 +181,8 @@ def _frozen(
     def marks_of(tree: Tree, slots: Sequence[Slot], first: bool) -> list[tuple[bool, bool]]:
         """For each slot, whether it is trained, and whether `select` marks it."""
         # A regular expression has to match something in `init`; an update may lack dense arrays.
-        # (A list as a whole: `optax.multi_transform` shows an optimizer one group of parameters.)
-        own = trained(slots, trainable_dense, first, each_item=False)
+        # (And each item of a list, unless `optax.multi_transform` shows one group of the parameters.)
+        own = trained(slots, trainable_dense, first, each_item=not _is_group(tree))
         return list(zip(own, select(tree, slots, first), strict=True))
 
     def init(params: Params) -> State:
@@ -223,6 +223,12 @@ class _NoUpdate(Zeros):  # type: ignore[metaclass]
 
     def __radd__(self, array: Array) -> Array:
         return array
+
+
+def _is_group(tree: Tree) -> bool:
+    """Whether parameters are left out of a tree, as optax does."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    return any(isinstance(x, optax.MaskedNode) for x in leaves)
 
 
 def _no_update(x: Array) -> Array:
