@@ -16,7 +16,7 @@ from haiku_implicit.core.batch_axes import cut_fields
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.fields import aux_field, frozen_field
+from haiku_implicit.core.fields import aux_field, frozen_field, product_dtype
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.messages import expecting
 from haiku_implicit.core.sharding import in_type, padded_spec
@@ -141,7 +141,7 @@ def dot_with_scaled(call: BinaryCall, x: jax.Array, w: ScaledMatrix) -> Result:
     of_scale = (*range(w.ndim - 2), w._scaled_axis)
     in_x = dict(zip((*contract[1], *batch[1]), (*contract[0], *batch[0]), strict=True))
     if set(of_scale) <= in_x.keys():
-        x = x.astype(jnp.promote_types(x.dtype, w.dtype))  # as the product would have cast it
+        x = x.astype(product_dtype(x.dtype, w.dtype))  # as the product would have cast it
         return call(_times(x, w.scale, [in_x[i] for i in of_scale]), w.matrix)
     if set(of_scale) & set(contract[1]) or call.params.get("out_sharding") is not None:
         return NotImplemented  # a stack of scales for one `x`, or a result that is split

@@ -217,12 +217,17 @@ def _check_named(
       others: the types of the implicit arrays by their paths.
       each_item: whether each item of a list has to match.
     """
-    several = is_list(trainable_dense)
-    is_one = isinstance(trainable_dense, str | re.Pattern) or (several and not each_item)
-    for item in [trainable_dense] if is_one else trainable_dense if several else ():
-        chosen = predicate_of("trainable_dense", item if is_one else [item])
-        is_meant = lambda path, chosen=chosen: chosen(*path.rpartition("/")[::2], None)  # noqa: E731
-        found, meant = list(filter(is_meant, dense)), list(filter(is_meant, others))
+    items: list[tuple[Any, Any]] = []
+    if is_list(trainable_dense) and each_item:
+        items = [(item, [item]) for item in trainable_dense]
+    elif is_list(trainable_dense) or isinstance(trainable_dense, str | re.Pattern):
+        items = [(trainable_dense, trainable_dense)]
+    for item, targets in items:
+        chosen = predicate_of("trainable_dense", targets)
+        found, meant = (
+            [path for path in paths if chosen(*path.rpartition("/")[::2], None)]
+            for paths in (dense, others)
+        )
         told = shown([f"{path}, a {others[path].__name__}" for path in meant])
         way_out = "exclude= of quantize_params and add_lora leaves it dense"
         if not found:

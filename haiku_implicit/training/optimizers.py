@@ -182,7 +182,8 @@ def _frozen(
         """For each slot, whether it is trained, and whether `select` marks it."""
         # A regular expression has to match something in `init`; an update may lack dense arrays.
         # (And each item of a list, unless `optax.multi_transform` shows one group of the parameters.)
-        own = trained(slots, trainable_dense, first, each_item=not _is_group(tree))
+        each_item = first and not _is_group(tree)
+        own = trained(slots, trainable_dense, first, each_item)
         return list(zip(own, select(tree, slots, first), strict=True))
 
     def init(params: Params) -> State:

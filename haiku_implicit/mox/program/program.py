@@ -167,9 +167,8 @@ class Init:
 
         The model's results, which `init` drops, are not in it.
         """
-        if (
-            self._known is None
-        ):  # (a cached property would lock all models until this one is traced)
+        # (A cached property would lock all models until this one is traced.)
+        if self._known is None:
             self._known = self._trace()
         return self._known
 

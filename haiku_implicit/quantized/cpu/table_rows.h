@@ -113,8 +113,8 @@ void table_rows(const FixedTable& table, const RowInWords& x, int64_t first, int
   uint8_t* padded = reinterpret_cast<uint8_t*>(scales + R * of_row + span.size());
   const Ints of_lane = x.w.of_lanes();
   const Wide high = table.high, low = table.low, rest = table.rest;
-  for (const int64_t begin = first; first < last; first += R) {
-    if ((first - begin) % span.rows() == 0) span.read(first, last);
+  for (int64_t next = first; first < last; first += R) {
+    if (first == next) span.read(first, last), next += span.rows();
     const uint8_t* codes[R];
     for (int r = 0; r < R; ++r) {
       codes[r] = w.codes_of(std::min(first + r, w.rows - 1), padded + r * w.padded());

@@ -178,9 +178,8 @@ def _encoded(
     stored = jnp.swapaxes(weight, -1, -2) if transposed else weight
     rounding = scales.rounding(scale_dtype)
     importance: jax.Array | float = 1.0
-    if (
-        inputs is not None
-    ):  # a squared error weighs as the mean square of what the element multiplies
+    # A squared error weighs as the mean square of the inputs of its element.
+    if inputs is not None:
         importance = _blocks(jnp.broadcast_to(inputs.squares[..., None, :], stored.shape), tile)
     blocks = _blocks(stored, tile)
     found = known
