@@ -119,7 +119,7 @@ def test_other_targets(target, monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("name", ["int4", "uint4", "fp4", "nf4"])
+@pytest.mark.parametrize("name", ["int4", "uint4", "fp4", "nf4", "int2", "uint2"])
 def test_one_row_of_any_magnitude(name):
     """It is multiplied as integers, unless it is very small or large."""
     w = quantized(name)
@@ -143,6 +143,19 @@ def test_one_row_of_any_magnitude(name):
         got = run(scaled, (x * of_x).astype(np.float32))
         got = np.asarray(got, np.float64) / of_w / of_x
         np.testing.assert_allclose(got, x @ dense, rtol=1e-6, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("name", few(["int4", "uint4", "fp4", "int2", "uint2"], "uint4", "int2"))
+def test_one_row_times_large_groups(name):
+    """Activations beside each vector of codes have a scale of their own."""
+    check([quantized(name, *shape) for shape in ((512, 128), (1024, 512), (600, None))], rows=(1,))
+    w = quantized(name, 1024, 512)
+    x, dense = np.asarray(normal((1, 1024)), np.float64), np.asarray(hki.materialize(w), np.float64)
+    x *= np.where(np.arange(1024) // 64 % 3, 1, 1e-3)
+    got = np.asarray(jax.jit(product)(w, x.astype(np.float32)), np.float64)
+    np.testing.assert_allclose(got, x @ dense, rtol=1e-6, atol=1e-6 * np.abs(dense).max() * 32)
+    one = jax.jit(product)(w, np.eye(1024, dtype=np.float32)[700:701])
+    np.testing.assert_allclose(one[0], dense[700], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])

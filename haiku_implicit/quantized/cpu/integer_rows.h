@@ -51,6 +51,39 @@ HKI_INLINE void spread(const Integers& w, const int8_t* flat, int64_t size, int8
       }
 }
 
+// Where integer sums of the products with some codes of activations start.
+template <int D>
+HKI_INLINE Ints start_of(const Integers& w, const int8_t* codes) {
+  Ints start = {};
+  for (int64_t p = 0; p < D * w.parts; ++p) {
+    if (p % w.parts == 0) start <<= 8;
+    start = add_products(start, Wide{} + 1, load<Wide>(codes + p * kWide));
+  }
+  return start;
+}
+
+// Rounds a row beside groups of several vectors, with a scale for each vector.
+void round_vectors(const Integers& w, const float* x, const Rounded<3>& out) {
+  const int64_t size = w.parts * kWide, length = w.w.length;
+  float* part = scratch(size);  // the activations beside a vector
+  std::fill_n(out.sums, out.row_sums, 0.0f);
+  for (int64_t i = 0; i < w.starts; ++i) {
+    const int64_t group = i / w.in_group, first = group * w.w.group + i % w.in_group * kWide;
+    const int64_t width = std::min(kWide, w.group_bytes - i % w.in_group * kWide);
+    std::fill_n(part, size, 0.0f);
+    for (int64_t p = 0; p < w.parts; ++p) {
+      const int64_t from = first + p * w.group_bytes;
+      if (from < length) std::copy_n(x + from, std::min(width, length - from), part + p * kWide);
+    }
+    int8_t* codes = out.codes + i * 3 * size;
+    const Floats scale = Floats{} + round_to_digits(part, size, codes, size) * w.unit;
+    const Ints start = -w.bias * start_of<3>(w, codes);
+    std::memcpy(out.start + i * kLanes, &start, sizeof(start));
+    store(out.scale + i * kLanes, scale);
+    for (int64_t k = 0; k < size; ++k) out.sums[group] += part[k];
+  }
+}
+
 template <int D>
 void round_row(const Integers& w, const float* x, int64_t row, bool in_groups, const Rounded<D>& out) {
   const int64_t groups = w.w.groups, starts = w.starts, each = out.row_codes / starts;
@@ -72,14 +105,8 @@ void round_row(const Integers& w, const float* x, int64_t row, bool in_groups, c
   std::fill_n(sums, out.row_sums, 0.0f);
   for (int64_t i = 0; i < starts; ++i) {
     Ints start = {};
-    for (int64_t at = 0; at < each; at += D * w.parts * kWide) {
-      Ints of_vector = {};
-      for (int64_t p = 0; p < D * w.parts; ++p) {
-        if (p % w.parts == 0) of_vector <<= 8;
-        of_vector = add_products(of_vector, Wide{} + 1, load<Wide>(codes + i * each + at + p * kWide));
-      }
-      start += of_vector;
-    }
+    for (int64_t at = 0; at < each; at += D * w.parts * kWide)
+      start += start_of<D>(w, codes + i * each + at);
     int32_t of_lanes[kLanes];
     std::memcpy(of_lanes, &start, sizeof(start));
     for (int64_t n = 0; n < in_start && i * in_start + n < groups; ++n)
@@ -103,8 +130,9 @@ void integer_rows(const Integers& integers, const Rounded<D>& x, int64_t m0, int
   const bool several = integers.several;
   const int64_t starts = integers.starts, size = integers.group_bytes;
   const int64_t vectors = single || several ? 1 : integers.vectors;  // of a start; and its bytes and groups
-  const int64_t bytes = several ? kWide : size, groups = integers.in_start;
-  constexpr int P = how == kBytes ? 1 : 2;
+  const int64_t in_group = single ? integers.in_group : 1;
+  const int64_t bytes = several || in_group > 1 ? kWide : size, groups = integers.in_start;
+  constexpr int P = parts_of(how);
   const int64_t ahead = std::max(kAhead, R * w.stored);
   Span span(w);
   float* memory = scratch(span.size() + R * w.padded() / 4);
@@ -113,7 +141,7 @@ void integer_rows(const Integers& integers, const Rounded<D>& x, int64_t m0, int
   const Ints of_lane = integers.of_lanes();
   Ints of_last;  // for the last start
   for (int i = 0; i < kLanes; ++i)
-    of_last[i] = std::min<int64_t>(of_lane[i], w.groups - 1 - (starts - 1) * groups);
+    of_last[i] = std::min<int64_t>(of_lane[i], w.groups - 1 - (starts - 1) / in_group * groups);
   const int8_t* codes_of_x[M];
   const int32_t* start[M];
   const float *scale_of_x[M], *sums_of_x[M];
@@ -133,6 +161,7 @@ void integer_rows(const Integers& integers, const Rounded<D>& x, int64_t m0, int
       codes[r] = whole ? w.codes + (first + r) * w.row_bytes()
                        : w.codes_of(std::min(first + r, w.rows - 1), padded + r * w.padded());
     const float* scales = span.scales(first);
+    int64_t left = in_group;
     const uint8_t* soon = w.codes + first * w.row_bytes() + ahead * w.step;  // R rows follow R rows
     for (int64_t i = 0, at_x = 0; i < starts; ++i) {
       Ints sums[M][R];
@@ -152,7 +181,7 @@ void integer_rows(const Integers& integers, const Rounded<D>& x, int64_t m0, int
             for (int i = 0; i < D * P; ++i) of_x[i / P][i % P] = load<Wide>(codes_of_x[m] + at_x + i * kWide);
             Ints& sum = sums[m][r];
             if constexpr (D == 3)
-              sum = add_small_products_of_digits(sum, values, of_x);
+              sum = add_small_products_of_digits<P>(sum, values, of_x);
             else if constexpr (how == kCounted || how == kSmallTable)
               sum = add_small_products(sum, values, of_x[0]);
             else
@@ -164,12 +193,13 @@ void integer_rows(const Integers& integers, const Rounded<D>& x, int64_t m0, int
       const Ints of = i + 1 < starts ? of_lane : of_last;
       HKI_UNROLL
       for (int r = 0; r < R; ++r) {
-        const Floats scale = permuted(load<Floats>(scales + r * w.groups + i * groups), of);
+        const Floats scale = permuted(load<Floats>(scales + r * w.groups), of);
         HKI_UNROLL
         for (int m = 0; m < M; ++m)
           total[m][r] += __builtin_convertvector(sums[m][r], Floats) *
                          load<Floats>(scale_of_x[m] + i * kLanes) * scale;
       }
+      if (--left == 0) scales += groups, left = in_group;
     }
     if (w.offset.data)
       for (int m = 0; m < M; ++m) span.add_offsets<R>(first, sums_of_x[m], total[m]);

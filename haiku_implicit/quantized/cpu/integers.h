@@ -69,17 +69,32 @@ inline Ints add_small_products(Ints to, const Wide* a, const Wide* b) {
 #endif
 }
 
-// The same for bytes that are the three digits of numbers, the first ones first. Eight products with values
-// up to this one fit.
+// The same for P vectors of bytes that are the three digits of numbers, the first ones first. Eight products with
+// values up to this one fit, and 16 with values of two bits.
 constexpr int64_t kLargestOfDigits = 24;
-inline Ints add_small_products_of_digits(Ints to, const Wide* a, const Wide (*b)[2]) {
+template <int P>
+inline Ints add_small_products_of_digits(Ints to, const Wide* a, const Wide (*b)[P]) {
 #if !defined(HKI_VNNI) && (defined(HKI_AVX512) || defined(HKI_AVX2))
-  Ints upper = of_pairs(pairs(a[0], b[0][0]) + pairs(a[1], b[0][1]), 256);
-  upper += of_pairs(pairs(a[0], b[1][0]) + pairs(a[1], b[1][1]));
+  const auto products = [&](int digit) HKI_INLINED {
+    Words sums = pairs(a[0], b[digit][0]);
+    HKI_UNROLL
+    for (int p = 1; p < P; ++p) sums += pairs(a[p], b[digit][p]);
+    return sums;
+  };
+  const Ints upper = of_pairs(products(0), 256) + of_pairs(products(1));
+  return to + (upper << 8) + of_pairs(products(2));
 #else
-  const Ints upper = add_small_products(add_small_products(Ints{}, a, b[0]) << 8, a, b[1]);
+  Ints upper = {};
+  HKI_UNROLL
+  for (int p = 0; p < P; ++p) upper = add_products(upper, a[p], b[0][p]);
+  upper <<= 8;
+  HKI_UNROLL
+  for (int p = 0; p < P; ++p) upper = add_products(upper, a[p], b[1][p]);
+  to += upper << 8;
+  HKI_UNROLL
+  for (int p = 0; p < P; ++p) to = add_products(to, a[p], b[2][p]);
+  return to;
 #endif
-  return add_small_products(to + (upper << 8), a, b[2]);
 }
 
 // The bytes of a table of 16 (repeated) at indices below 16.
@@ -110,27 +125,31 @@ inline Floats permuted(Floats values, Ints index) {
 
 // --- the matrix ----------------------------------------------------------------------------------
 
-// How values are made of codes: eight bits without a sign, four that are counted, four by a table of small
+// How values are made of codes: eight bits without a sign, two or four that are counted, four by a table of small
 // values, or by any.
-enum Values { kBytes, kCounted, kSmallTable, kAnyTable };
+enum Values { kBytes, kTwoBits, kCounted, kSmallTable, kAnyTable };
+
+// Vectors of values for one of codes.
+constexpr int parts_of(Values how) { return how == kBytes ? 1 : how == kTwoBits ? 4 : 2; }
 
 // Its codes in vectors. Groups begin new ones, or vectors hold several whole groups.
 struct Integers {
   Weights w;
-  Wide table;    // the values of codes of four bits; what is added to codes of eight
+  Wide table;    // the values of codes of few bits; what is added to codes of eight
   int32_t bias;     // what values have too much
   int64_t largest;  // of the values, with it
   float unit;       // of the values
 
   // (Known once: dividing takes longer than multiplying a row of the matrix.)
-  int64_t parts;        // vectors of values for one of codes
+  int64_t parts;        // (as of `parts_of`)
   int64_t group_bytes;
   bool several;
   int64_t pieces, vectors;     // parts of a row that begin new vectors, and the vectors of each
   int64_t starts, in_start;  // sums that begin for themselves, and the groups of each
+  int64_t in_group = 1;      // starts of a group, if it has several
 
   explicit Integers(const Weights& w)
-      : w(w), parts(w.nibbles() ? 2 : 1), group_bytes(w.stored / w.groups) {
+      : w(w), parts(8 / w.bits()), group_bytes(w.stored / w.groups) {
     several = group_bytes < kWide && group_bytes % 4 == 0 && kWide % group_bytes == 0;
     pieces = several ? 1 : w.groups;
     vectors = ((several ? w.stored : group_bytes) + kWide - 1) / kWide;
@@ -138,15 +157,17 @@ struct Integers {
     in_start = several ? kWide / group_bytes : 1;
   }
 
-  // Takes the values of codes of four bits from a table, if these are small integers, or halves of them.
+  // Takes the values of codes of few bits from a table, if these are small integers, or halves of them.
   bool set(const float* of_codes) {
-    const auto [least, most] = std::minmax_element(of_codes, of_codes + 16);
+    const int count = 1 << w.bits();
+    const auto [least, most] = std::minmax_element(of_codes, of_codes + count);
     for (unit = 1; unit >= 0.5f; unit /= 2) {
       if (!(*least >= -15 * unit && *least <= 0 && *most - *least <= kLargestOfDigits * unit)) continue;
       bool whole = true;
       for (int i = 0; i < kWide; ++i) {
-        table[i] = (of_codes[i & 15] - *least) / unit;
-        whole &= of_codes[i & 15] == *least + table[i] * unit;
+        const float value = of_codes[i & count - 1];
+        table[i] = (value - *least) / unit;
+        whole &= value == *least + table[i] * unit;
       }
       bias = -*least / unit, largest = (*most - *least) / unit;
       if (whole && bias * unit == -*least) return true;
@@ -154,12 +175,21 @@ struct Integers {
     return false;
   }
 
-  bool starts_are_vectors() const { return several || vectors == 1; }
+  bool starts_are_vectors() const { return several || starts == pieces * vectors; }
+
+  // Begins a sum for each vector. False if vectors have codes of two groups.
+  bool start_at_vectors() {
+    if (starts_are_vectors()) return true;
+    if (w.groups > 1 && group_bytes % kWide != 0) return false;
+    starts = pieces * vectors, in_group = vectors;
+    return true;
+  }
 
   Values values() const {
-    if (!w.nibbles()) return kBytes;
+    if (w.bits() == 8) return kBytes;
     bool counted = true;
-    for (int i = 0; i < 16; ++i) counted &= table[i] == i;
+    for (int i = 0; i < 1 << w.bits(); ++i) counted &= table[i] == i;
+    if (w.bits() == 2) return counted ? kTwoBits : kAnyTable;
     return counted ? kCounted : largest <= kSmall ? kSmallTable : kAnyTable;
   }
 
@@ -176,6 +206,9 @@ struct Integers {
     const Wide codes = load<Wide>(p);
     if constexpr (how == kBytes) {
       out[0] = codes + table;
+    } else if constexpr (how == kTwoBits) {
+      HKI_UNROLL
+      for (int p = 0; p < 4; ++p) out[p] = (Wide)((UnsignedWords)codes >> 2 * p) & 3;
     } else if constexpr (how == kCounted) {
       out[0] = codes & 15, out[1] = (Wide)((UnsignedWords)codes >> 4) & 15;
     } else {
