@@ -119,7 +119,7 @@ def test_other_targets(target, monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("name", ["int4", "uint4", "fp4", "nf4", "int2", "uint2"])
+@pytest.mark.parametrize("name", ["int4", "uint4", "fp4", "nf4", "int2", "uint2", "int3"])
 def test_one_row_of_any_magnitude(name):
     """It is multiplied as integers, unless it is very small or large."""
     w = quantized(name)
@@ -156,6 +156,13 @@ def test_one_row_times_large_groups(name):
     np.testing.assert_allclose(got, x @ dense, rtol=1e-6, atol=1e-6 * np.abs(dense).max() * 32)
     one = jax.jit(product)(w, np.eye(1024, dtype=np.float32)[700:701])
     np.testing.assert_allclose(one[0], dense[700], rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_one_row_times_three_bits(axis):
+    """Vectors have several groups, one, or (as floats) a part of one; some groups are left over."""
+    shapes = [(96, 32), (192, 64), (320, 64), (384, 128), (768, 256), (1024, 512), (512, None), (48, 16)]
+    check([quantized("int3", *shape, axis=axis) for shape in shapes], rows=(1,))
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])

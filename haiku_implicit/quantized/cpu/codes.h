@@ -100,7 +100,7 @@ inline void sum_four(const Floats* values, float* out) {
 
 constexpr int kCodes = 32;                // that are decoded together
 constexpr int kVectors = kCodes / kLanes;  // of their values
-constexpr int kBehind = 64;               // so many bytes behind the codes of a row may be read
+constexpr int kBehind = 128;              // so many bytes behind the codes of a row may be read
 
 typedef uint8_t Codes __attribute__((vector_size(kCodes)));
 typedef uint32_t CodeWords __attribute__((vector_size(kCodes)));

@@ -128,10 +128,10 @@ void integer_rows(const Integers& integers, const Rounded<D>& x, int64_t m0, int
                   int64_t last, float* y) {
   const Weights& w = integers.w;
   const bool several = integers.several;
-  const int64_t starts = integers.starts, size = integers.group_bytes;
+  const int64_t starts = integers.starts;
   const int64_t vectors = single || several ? 1 : integers.vectors;  // of a start; and its bytes and groups
-  const int64_t in_group = single ? integers.in_group : 1;
-  const int64_t bytes = several || in_group > 1 ? kWide : size, groups = integers.in_start;
+  const int64_t bytes = integers.start_bytes(), groups = integers.in_start;
+  const int64_t in_group = single ? integers.in_group : 1, step = how == kThreeBits ? bytes : kWide;
   constexpr int P = parts_of(how);
   const int64_t ahead = std::max(kAhead, R * w.stored);
   Span span(w);
@@ -174,7 +174,7 @@ void integer_rows(const Integers& integers, const Rounded<D>& x, int64_t m0, int
         for (int r = 0; r < R; ++r) {
           Wide values[P];
           integers.read<how>(codes[r] + i * bytes + v * kWide, values);
-          if (r * kWide % 64 == 0) __builtin_prefetch(soon + r * kWide * w.step, 0, 2);
+          if (how == kThreeBits || r * kWide % 64 == 0) __builtin_prefetch(soon + r * step * w.step, 0, 2);
           HKI_UNROLL
           for (int m = 0; m < M; ++m) {
             Wide of_x[D][P];
@@ -188,7 +188,7 @@ void integer_rows(const Integers& integers, const Rounded<D>& x, int64_t m0, int
               for (int p = 0; p < P; ++p) sum = add_products(sum, values[p], of_x[0][p]);
           }
         }
-        soon += R * kWide * w.step;
+        soon += R * step * w.step;
       }
       const Ints of = i + 1 < starts ? of_lane : of_last;
       HKI_UNROLL

@@ -110,6 +110,21 @@ inline Wide lookup(Wide table, Wide index) {
 #endif
 }
 
+// The elements at indices, below twice those of a vector, in memory. (Two vectors are read.)
+inline Wide picked(const uint8_t* p, Ints index) {
+#if defined(HKI_AVX512)
+  return (Wide)_mm512_permutex2var_epi32(load<__m512i>(p), (__m512i)index, load<__m512i>(p + kWide));
+#elif defined(HKI_AVX2)
+  const __m256i low = _mm256_permutevar8x32_epi32(load<__m256i>(p), (__m256i)index);
+  const __m256i high = _mm256_permutevar8x32_epi32(load<__m256i>(p + kWide), (__m256i)index);
+  return (Wide)_mm256_blendv_epi8(low, high, (__m256i)(index >= kLanes));
+#else
+  Ints out;
+  for (int i = 0; i < kLanes; ++i) out[i] = load<int32_t>(p + 4 * index[i]);
+  return (Wide)out;
+#endif
+}
+
 // The elements of a vector at indices.
 inline Floats permuted(Floats values, Ints index) {
 #if defined(HKI_AVX512)
@@ -125,12 +140,12 @@ inline Floats permuted(Floats values, Ints index) {
 
 // --- the matrix ----------------------------------------------------------------------------------
 
-// How values are made of codes: eight bits without a sign, two or four that are counted, four by a table of small
+// How values are made of codes: eight bits without a sign, two to four that are counted, four by a table of small
 // values, or by any.
-enum Values { kBytes, kTwoBits, kCounted, kSmallTable, kAnyTable };
+enum Values { kBytes, kTwoBits, kThreeBits, kCounted, kSmallTable, kAnyTable };
 
-// Vectors of values for one of codes.
-constexpr int parts_of(Values how) { return how == kBytes ? 1 : how == kTwoBits ? 4 : 2; }
+// Vectors of values for one of codes (of the first plane).
+constexpr int parts_of(Values how) { return how == kBytes ? 1 : how == kTwoBits || how == kThreeBits ? 4 : 2; }
 
 // Its codes in vectors. Groups begin new ones, or vectors hold several whole groups.
 struct Integers {
@@ -142,19 +157,34 @@ struct Integers {
 
   // (Known once: dividing takes longer than multiplying a row of the matrix.)
   int64_t parts;        // (as of `parts_of`)
-  int64_t group_bytes;
+  int64_t group_bytes;  // in the first plane
   bool several;
   int64_t pieces, vectors;     // parts of a row that begin new vectors, and the vectors of each
   int64_t starts, in_start;  // sums that begin for themselves, and the groups of each
   int64_t in_group = 1;      // starts of a group, if it has several
+  Ints low_at, high_at, high_shift;  // for `kThreeBits`: which words have the planes, and the next bit of these
 
   explicit Integers(const Weights& w)
-      : w(w), parts(8 / w.bits()), group_bytes(w.stored / w.groups) {
+      : w(w), parts(8 / w.planes[0]), group_bytes(w.group * w.planes[0] / 8) {
     several = group_bytes < kWide && group_bytes % 4 == 0 && kWide % group_bytes == 0;
     pieces = several ? 1 : w.groups;
-    vectors = ((several ? w.stored : group_bytes) + kWide - 1) / kWide;
+    vectors = ((several ? w.groups * group_bytes : group_bytes) + kWide - 1) / kWide;
     starts = several ? vectors : pieces;
     in_start = several ? kWide / group_bytes : 1;
+  }
+
+  // Bytes from the codes of one start to those of the next.
+  int64_t start_bytes() const { return in_group > 1 ? kWide : in_start * (w.stored / w.groups); }
+
+  // Finds both planes of three bits. False if groups don't share vectors of words, or have one each.
+  bool set_planes() {
+    if (group_bytes % 8 != 0 || !starts_are_vectors() || (in_start == 1 && group_bytes != kWide)) return false;
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const int64_t words = group_bytes / 4, word = i % words, first = i / words * (words + words / 2);
+      low_at[i] = first + word, high_at[i] = first + words + word % (words / 2);
+      high_shift[i] = word / (words / 2);
+    }
+    return true;
   }
 
   // Takes the values of codes of few bits from a table, if these are small integers, or halves of them.
@@ -189,7 +219,7 @@ struct Integers {
     if (w.bits() == 8) return kBytes;
     bool counted = true;
     for (int i = 0; i < 1 << w.bits(); ++i) counted &= table[i] == i;
-    if (w.bits() == 2) return counted ? kTwoBits : kAnyTable;
+    if (w.bits() < 4) return !counted ? kAnyTable : w.bits() == 2 ? kTwoBits : kThreeBits;
     return counted ? kCounted : largest <= kSmall ? kSmallTable : kAnyTable;
   }
 
@@ -203,12 +233,18 @@ struct Integers {
   // The codes at `p`, as values.
   template <Values how>
   void read(const uint8_t* p, Wide* out) const {
-    const Wide codes = load<Wide>(p);
+    const Wide codes = how == kThreeBits ? Wide{} : load<Wide>(p);
     if constexpr (how == kBytes) {
       out[0] = codes + table;
     } else if constexpr (how == kTwoBits) {
       HKI_UNROLL
       for (int p = 0; p < 4; ++p) out[p] = (Wide)((UnsignedWords)codes >> 2 * p) & 3;
+    } else if constexpr (how == kThreeBits) {
+      const UnsignedWords low = (UnsignedWords)picked(p, low_at);
+      const UnsignedWords high = (UnsignedWords)((Ints)picked(p, high_at) >> high_shift);
+      out[0] = ((Wide)low & 3) | ((Wide)(high << 2) & 4);
+      HKI_UNROLL
+      for (int p = 1; p < 4; ++p) out[p] = ((Wide)(low >> 2 * p) & 3) | ((Wide)(high >> 2 * (p - 1)) & 4);
     } else if constexpr (how == kCounted) {
       out[0] = codes & 15, out[1] = (Wide)((UnsignedWords)codes >> 4) & 15;
     } else {

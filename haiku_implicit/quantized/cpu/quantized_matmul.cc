@@ -5,7 +5,7 @@
 //   along the groups:   y[m, row] = sum over k of x[m, k] * W[row, k]
 //   along the rows:     y[m, k]   = sum over rows of x[m, row] * W[row, k]
 //
-// One row of x is multiplied with codes of 2 and 4 bits as integers (`by_integers`). Otherwise, for up to
+// One row of x is multiplied with codes of 2 to 4 bits as integers (`by_integers`). Otherwise, for up to
 // eight rows (two or four for 4 bits in groups), codes are decoded in registers: along the groups
 // (`few_rows`), where memory is asked for ahead, as rows of a few hundred bytes are too short for the CPU to
 // foresee the next, and along short rows (`short_rows`). Else blocks of W that fit the L2 cache are decoded
@@ -356,19 +356,21 @@ bool by_table(const Weights& w, const Integers& integers, const Activations& x, 
 // group, or for each vector of a large one, which are multiplied byte by byte.
 bool by_integers(const Weights& w, const Activations& x, float* y, Team team) {
 #if defined(HKI_AVX512) || defined(HKI_AVX2)
-  const bool few_bits = w.nibbles() || (w.planes[0] == 2 && w.planes[1] == 0);
+  const bool few_bits = w.nibbles() || (w.planes[0] == 2 && w.planes[1] <= 1);
   if (x.rows != 1 || !few_bits || w.rounding != kNone || !x.moderate()) return false;
   Integers integers(w);
   if (!integers.set(w.table)) return w.nibbles() && by_table(w, integers, x, y, team);
   const Values values = integers.values();
-  if (values == kAnyTable || !integers.start_at_vectors()) return false;
+  if (values == kAnyTable) return false;
+  if (!(values == kThreeBits ? integers.set_planes() : integers.start_at_vectors())) return false;
   Rounded<3> rounded(integers, 1);
   rounded.place(scratch<1>(rounded.size()));
   integers.in_group > 1 ? round_vectors(integers, x.data, rounded)
                         : round_row(integers, x.data, 0, true, rounded);
   const auto part = values == kCounted    ? integer_rows<kCounted, 1, 4, 3, true>
-                    : values == kTwoBits ? integer_rows<kTwoBits, 1, 4, 3, true>
-                                         : integer_rows<kSmallTable, 1, 4, 3, true>;
+                    : values == kTwoBits   ? integer_rows<kTwoBits, 1, 4, 3, true>
+                    : values == kThreeBits ? integer_rows<kThreeBits, 1, 4, 3, true>
+                                           : integer_rows<kSmallTable, 1, 4, 3, true>;
   team.parts(w.rows, 4, 384, [&](int64_t first, int64_t last) { part(integers, rounded, 0, first, last, y); });
   return true;
 #else
