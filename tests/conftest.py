@@ -51,15 +51,20 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(name)  # for `-m`
         marks[item].add(name)
 
+    def function(item):
+        return item.parent, getattr(item, "originalname", item.name)
+
     def by_function(chosen):
         """The tests for which `chosen` holds of their marks, in lists of those of one function."""
         found = {}
         for item in items:
             if chosen(marks[item]):
-                name = getattr(item, "originalname", item.name)
-                found.setdefault((item.parent, name), []).append(item)
+                found.setdefault(function(item), []).append(item)
         return found.values()
 
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):  # as the examples in the pages
+            mark(item, "slow")
     for product in by_function(lambda names: "combinations" in names):
         for i in redundant([item.callspec.params for item in product]):
             mark(product[i], "slow")
@@ -68,11 +73,18 @@ def pytest_collection_modifyitems(config, items):
         for i, item in enumerate(tests):
             if i % number:
                 mark(item, "slow")
+    quick = {function(item) for item in items if "slow" not in marks[item]}
+    more = {}  # of functions that the quick tier runs with other parameters, by their files
     for tests in by_function(lambda names: "slow" in names and "all_slow" not in names):
         chosen = drawn([item.name for item in tests])
         for item in tests:
             if item.name not in chosen:
                 mark(item, "long")
+            elif function(item) in quick:
+                more.setdefault(item.path, {})[item.name] = item
+    for tests in more.values():
+        for name in tests.keys() - drawn(tests):
+            mark(tests[name], "long")
     long = config.getoption("long")
     left_out = {
         *([] if long else ["long"]),

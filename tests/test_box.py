@@ -173,6 +173,7 @@ WAYS = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", WAYS)
 def test_it_comes_out_implicit(name, outer, silent):

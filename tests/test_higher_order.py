@@ -296,6 +296,8 @@ def test_forward(name, weight):
     close(forward(weight, False)[name], forward(weight, True)[name])
 
 
+# Eagerly a function is traced and compiled as above, alone.
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", BOTH)
 def test_eager(name, x):
     with hki.materialization("allow" if name == "vmap of everything" else "error"):

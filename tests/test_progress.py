@@ -130,6 +130,7 @@ def test_without_tqdm(name, written, monkeypatch):
     chex.assert_trees_all_close(WORK[name][0](), want, rtol=0)
 
 
+@pytest.mark.combinations
 @work
 @pytest.mark.parametrize("terminal, delay", [(False, 0), (True, 1e9)])
 def test_silent_where_nobody_waits(name, terminal, delay, written):

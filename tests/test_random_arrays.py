@@ -7,6 +7,7 @@ import pytest
 from tests.random_arrays import normal
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(), (0, 2), (3, 5), (2, 3, 4), (5000,)])
 def test_numbers_are_those_of_jax(shape, dtype):

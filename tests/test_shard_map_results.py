@@ -26,6 +26,7 @@ def make_cache(name="int8", shape=(2, 4, 2, 8)):
     return hki.QuantizedCache.quantize(normal(shape), name, axis=-1)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("spec", [P(), P("i"), P(None, "i"), P(None, None, "i")])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_cache_that_is_written_stays_one(spec, check_vma, never_dense):

@@ -65,6 +65,7 @@ def changed(old, new):
     ]  # fmt: skip
 
 
+@pytest.mark.combinations
 @ALL
 @pytest.mark.parametrize(
     "exclude",

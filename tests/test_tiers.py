@@ -41,6 +41,13 @@ def test_of_the_slow_ones_some_run_slowly(i, request):
     assert i == 0 or slowly or request.config.getoption("long")
 
 
+def test_of_a_file_one_more_runs_slowly(request):
+    """Each of the functions of this file that has slow tests has quick ones, too."""
+    own = [item for item in request.session.items if item.path == request.path]
+    slow = [item for item in own if item.get_closest_marker("slow")]
+    assert len(slow) <= more_than_quick(request) or request.config.getoption("long")
+
+
 def test_those_drawn_are_always_the_same():
     names = [f"test_a[{i}-{j}]" for i in range(60) for j in range(10)]
     found = drawn(names, 200)

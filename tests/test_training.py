@@ -391,6 +391,7 @@ def test_dense_side_frozen():
         eager.update({**updates, "head": params["head"]}, eager.init(params), params)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("of_gradient", [True, False, "head/w", r".*/b"])
 @pytest.mark.parametrize("of_optimizer", [True, False, "head/w", r".*/b"])
 @pytest.mark.parametrize("with_params", [True, False])

@@ -34,7 +34,8 @@ def redundant(rows):
     return rest
 
 
-# So many of the slow tests of one function run with `--slow`; the others with `--long`.
+# So many of the slow tests of one function run with `--slow`; the others with `--long`. Of those whose
+# functions the quick tier runs with other parameters, `--slow` runs so many of each file.
 MOST = 1
 
 

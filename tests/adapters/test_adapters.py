@@ -299,7 +299,8 @@ def test_vblora_without_its_bank_says_so():
         hki.grad(lambda params: hki.with_vector_bank(params)["layer"]["w"].sum())(w)
 
 
-@pytest.mark.parametrize("base", ["dense", "int8"])
+@pytest.mark.every(2)
+@pytest.mark.parametrize("base", ["int8", "dense"])
 def test_a_token_costs_its_row(base, never_dense):
     """Look-ups are those of the rows to the bit, and logits of the tied table are right."""
     x, tokens = normal((3, M), 1), jnp.array([[7, 0], [49, 48]])
@@ -376,6 +377,7 @@ def test_errors(arguments, message):
         hki.add_adapter(params, 0, method, targets=f"layer/{target}", **options)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("base", [lambda w: w, lambda w: hki.QuantizedMatrix.quantize(w, "int8")])
 def test_dora_of_a_column_of_zeros(base):
     """The column begins at zero, and learns: its factors have a gradient."""

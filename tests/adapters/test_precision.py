@@ -54,7 +54,7 @@ def test_another_dtype_on_request():
         hki.add_lora(PARAMS, KEY, rank=2, dtype="int8")
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("method", adapter_cases.METHODS)
 def test_narrow_trained_arrays_are_not_rounded_again(method):
     """A float32 weight with bfloat16 arrays stands for what these stand for in float32."""

@@ -59,6 +59,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name", OPERATIONS)
 @MAKE

@@ -15,6 +15,7 @@ KEYS = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(7, 3), (2, 40, 8), (70_001, 1), (0, 4)])
 @pytest.mark.parametrize("kind", KEYS)

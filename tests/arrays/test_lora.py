@@ -259,6 +259,7 @@ def test_dot_of_any_axes(case):
     close(got, want, 1e-4)
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("out", [None, jnp.float32], ids=["as operands", "float32"])
 @pytest.mark.parametrize(

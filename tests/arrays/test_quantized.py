@@ -487,6 +487,7 @@ def test_codes_that_were_averaged(name, may_be_dense):
     np.testing.assert_allclose(hki.materialize(averaged), hki.materialize(q), atol=2e-3)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bool_, jnp.complex64, jnp.int4])
 def test_codes_that_were_cast_to_less(name, dtype, may_be_dense):
@@ -937,6 +938,7 @@ REPEATED = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("fun", REPEATED.values(), ids=REPEATED)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_what_a_loop_or_a_branch_rescales_stays_quantized(fun, scaled, never_dense):

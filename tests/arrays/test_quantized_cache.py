@@ -9,6 +9,7 @@ from jax import lax
 
 import haiku_implicit as hki
 from tests.random_arrays import normal
+from tests.tiers import few
 
 B, T, H, D = 2, 6, 3, 8
 use = hki.use_implicit_args
@@ -161,7 +162,7 @@ def attention(query, key, value):
     return jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores), value)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", few(["int8", "int4"], "int8"))
 def test_attention_reads_it(name, never_dense):
     key, value, query = cache(name), cache(name), normal((B, 1, H, 2, D), 2)
     dense = attention(query, hki.materialize(key), hki.materialize(value))
@@ -205,7 +206,7 @@ class Memory(hk.Module):
         return attention(x[:, :, :, None], keys, keys)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", few(["int8", "int4"], "int4"))
 def test_a_cache_in_haiku_state(name, never_dense):
     def model(x):
         with hk.custom_creator(

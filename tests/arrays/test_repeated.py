@@ -39,6 +39,7 @@ ROUTES = {
 }  # fmt: skip
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", ROUTES)
 @pytest.mark.parametrize("fmt", ["int8", "int4"])
 def test_a_repeated_cache_holds_no_more_than_the_cache(name, fmt, never_dense):

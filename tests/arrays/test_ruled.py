@@ -39,6 +39,7 @@ def static(value):
 MAKE = pytest.mark.parametrize("make", [trained, static])
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("w_first", [False, True])
 @MAKE
@@ -103,6 +104,7 @@ KEPT = {
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("name", KEPT)
 @MAKE

@@ -56,6 +56,7 @@ def losses(output):
     return [float(x) for x in re.search(r"held-out loss\s+(\S+) -> (\S+)", output).groups()]
 
 
+@pytest.mark.slow
 def test_trains_and_reports(job, tmp_path):
     output = job(steps=30, learning_rate=0.01)
     before, after = losses(output)

@@ -117,6 +117,7 @@ def test_a_chain_that_is_too_short(tmp_path, constants):
         alphafold2_features.read_chain(str(tmp_path / "a.pdb"), protein, 8)
 
 
+@pytest.mark.slow
 def test_the_preset_has_the_axes_that_the_model_contracts(constants):
     from alphafold.model import all_atom, config, modules, quat_affine
 

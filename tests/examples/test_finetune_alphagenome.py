@@ -66,6 +66,7 @@ def adapted(params, quantized=None):
     return params
 
 
+@pytest.mark.slow
 def test_the_preset_has_all_matrices_and_convolutions(modules, batch):
     _, params, _ = made(modules, batch)
     new = adapted(params, "int8")

@@ -207,6 +207,7 @@ def pairformer_model():
 MODELS = {"mixture": mixture_block, "unet": unet_model}
 
 
+@pytest.mark.slow
 def test_the_pairformer_is_the_algorithms():
     """Values alone: sums along a direction cancel too much for a slope in float32."""
     apply, params, formula, inputs = pairformer_model()

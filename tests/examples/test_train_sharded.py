@@ -110,6 +110,7 @@ def test_a_job_of_which_a_process_is_killed_goes_on_with_identical_losses(
     assert found == expected and done == kills
 
 
+@pytest.mark.slow
 def test_flags_that_do_not_fit(tmp_path):
     process = started(tmp_path, "--strategy=expert")
     process.communicate()

@@ -200,7 +200,7 @@ def containers(of):
     return maps | lists | lists.map(tuple) | named | maps.map(collections.OrderedDict)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(tree=st.recursive(st.deferred(leaves), containers, max_leaves=12), room=st.integers(1, 200))
 def test_random_trees(tree, room, tmp_path_factory):
     path = tmp_path_factory.mktemp("tree") / "x"

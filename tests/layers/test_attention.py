@@ -137,6 +137,7 @@ def test_gradients_with_respect_to_factors(function, may_be_dense):
     np.testing.assert_allclose(got.b, jnp.swapaxes(x.a, -1, -2) @ whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("operand", ["cache int8", "cache int4", "zeros", "lora", "matrix"])
 @pytest.mark.parametrize("function", ["bnsh", "bsnh"])
 def test_repeated_operands_stay_implicit(operand, function, never_dense):

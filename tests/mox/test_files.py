@@ -361,6 +361,7 @@ def test_there_are_parts(way, tmp_path):
     assert check_parts("layer_stack" if way == "a layer" else "mlp", way, tmp_path) > 0
 
 
+@pytest.mark.slow
 def test_a_part_in_another_process(tmp_path):
     mox, (params, *_) = made(ALL["mlp"], X)
     part = mox.extract("**/linear_1")

@@ -105,6 +105,7 @@ def same(found, expected):
 # --- dot_general ---------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "weight, act, bwd",
     [

@@ -90,7 +90,7 @@ def two_layers(x):
 # --- statistics ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize("how", few(["eager", "jit"], "jit"))
 def test_a_moving_average_is_kept_of_each_product(how):
     batches = [normal((6, 4), i) * (i + 1) for i in range(3)]
     t, params, apply = made(two_layers, batches[0])

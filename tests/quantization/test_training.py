@@ -424,7 +424,7 @@ def train(model, params, optimizer, loss_of, steps):
     return params, float(loss)
 
 
-@pytest.mark.parametrize("rounding", few([None, "low_bit_uniform"], "low_bit_uniform"))
+@pytest.mark.parametrize("rounding", few([None, "low_bit_uniform"]))
 def test_a_model_trains_as_well_in_eight_bits(rounding):
     rule = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8",
                   bwd_stochastic_rounding=rounding)  # fmt: skip
@@ -715,6 +715,7 @@ def test_converted_weights_round_activations_as_trained_ones_do(model, option):
     close(*grads, rtol=0.1, atol=0.1 * np.abs(grads[1]).max())
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("model", [heads, transposed])
 @pytest.mark.parametrize("activation", ["int8", "int8,rms,9", "int8,groups"])
 def test_activations_are_rounded_whichever_axis_is_summed(model, activation):

@@ -95,6 +95,7 @@ def test_encoding_under_transformations():
 # --- operations ----------------------------------------------------------------------------------
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("equation", ["bn,nm->bm", "nm,bm->nb", "sbn,nm->sbm", "ab,nm->abnm"])
 def test_products(axis, equation):
