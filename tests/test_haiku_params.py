@@ -75,7 +75,9 @@ def test_quantize_params(params, dtype, group_size):
     assert_close(w, expected)
 
 
-@pytest.mark.parametrize("name", ["gating_b", "query_bias", "spatial_biases", "b", "offset"])
+@pytest.mark.parametrize(
+    "name", ["gating_b", "query_bias", "spatial_biases", "biases_0", "b", "offset"]
+)
 def test_biases_of_two_axes_are_no_default_targets(name):
     tree = {"attention": {"gating_w": jnp.ones((4, 4)), "w_b": jnp.ones((4, 4))}}
     expected = {"attention/gating_w", "attention/w_b"}

@@ -37,7 +37,7 @@ from haiku_implicit.core.typing import Array, SameTree, Tree, TreeDef
 # For `trainable_dense=`, by Haiku's names: tuning of only biases (Ben Zaken et al. 2021,
 # arXiv:2106.10199), and of the scales and offsets of normalizing layers (Zhao et al. 2023,
 # arXiv:2312.11420).
-BIASES = r"(?:.*/)?(?!w_b$)(?:[^/]*_)?(?:b|bias|biases|offset)"
+BIASES = r"(?:.*/)?(?!w_b$)(?:[^/]*_)?(?:b|(?:bias|biases|offset)(?:_\d+)?)"
 LAYER_NORMS = r"(?:.*/)?(?:scale|offset)"
 
 R = TypeVar("R")

@@ -322,7 +322,7 @@ def test_predicates_of_biases_and_norms():
     params = {
         "layer_norm": {"scale": jnp.ones(2), "offset": jnp.ones(2)},
         "mlp/linear": {"w": jnp.ones((2, 2)), "b": jnp.ones(2), "w_b": jnp.ones((2, 2))},
-        "attention": {"query_bias": jnp.ones(2), "gating_b": jnp.ones(2)},
+        "attention": {"query_bias": jnp.ones(2), "gating_b": jnp.ones(2), "biases_0": jnp.ones(2)},
     }
     trained = lambda which: {  # noqa: E731
         f"{module}/{name}"
@@ -331,7 +331,8 @@ def test_predicates_of_biases_and_norms():
         if x is not None
     }
     assert trained(hki.LAYER_NORMS) == {"layer_norm/scale", "layer_norm/offset"}
-    biases = {"mlp/linear/b", "attention/query_bias", "attention/gating_b", "layer_norm/offset"}
+    biases = {"mlp/linear/b", "layer_norm/offset"}
+    biases |= {f"attention/{name}" for name in ("query_bias", "gating_b", "biases_0")}
     assert trained(hki.BIASES) == biases
 
 

@@ -5,6 +5,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import chex
@@ -683,6 +686,28 @@ def test_no_compiler(variable, value, message, tmp_path, monkeypatch):
     with pytest.raises((build.BuildError, OSError), match=message):
         build.register("never", build.FLAGS)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_threads_compile_once(monkeypatch):
+    """The threads of a server that begin at once wait for the first of them."""
+    threads, calls = 4, []
+    together = threading.Barrier(threads)
+    registered = functools.cache(build._registered.__wrapped__)
+
+    def register(prefix, flags):
+        calls.append(prefix)
+        time.sleep(0.05)  # without a lock, the other threads begin during this time
+
+    def first_use(_):
+        together.wait()
+        return build.available()
+
+    monkeypatch.setattr(build, "_registered", registered)
+    monkeypatch.setattr(build, "register", register)
+    monkeypatch.setenv("HAIKU_IMPLICIT_NATIVE", "1")
+    with ThreadPoolExecutor(threads) as pool:
+        assert all(pool.map(first_use, range(threads)))
+    assert calls == [build.PREFIX]
 
 
 # --- several devices -----------------------------------------------------------------------------

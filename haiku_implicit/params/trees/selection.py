@@ -17,8 +17,9 @@ from haiku_implicit.core.typing import Array
 from haiku_implicit.params.trees.one_by_one import is_one_of_many
 
 # Names that Haiku's modules give to parameters that are added or multiplied element by element, also
-# with the name of a part before them (`gating_b`, `query_bias`). But `w_b` is a weight, like `w_a`.
-_ELEMENTWISE = re.compile(r"(?!w_b$)(?:.*_)?(?:b|bias|biases|offset|scale)")
+# with the name of a part before them (`gating_b`, `query_bias`), and a number after them (`biases_0`).
+# But `w_b` is a weight, like `w_a`.
+_ELEMENTWISE = re.compile(r"(?!w_b$)(?:.*_)?(?:b|(?:bias|biases|offset|scale)(?:_\d+)?)")
 # Names of learned tables of positions: these are added to activations, not multiplied.
 _POSITIONS = re.compile(
     r"pos|positions?|wpe|(?:.*_)?pos(?:ition(?:s|al)?)?_?(?:emb|enc(?!oder))[a-z]*"

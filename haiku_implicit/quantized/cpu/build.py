@@ -17,6 +17,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 import time
 from multiprocessing.pool import ThreadPool
 
@@ -48,9 +49,16 @@ class BuildError(Exception):
     """The kernels could not be built; the message says why."""
 
 
+# Threads that call `available` at once would each compile the kernels.
+_registering = threading.Lock()
+
+
 def available() -> bool:
     """Whether the kernels can be called. The first call loads them, or compiles them."""
-    return os.environ.get("HAIKU_IMPLICIT_NATIVE", "1") != "0" and _registered()
+    if os.environ.get("HAIKU_IMPLICIT_NATIVE", "1") == "0":
+        return False
+    with _registering:
+        return _registered()
 
 
 @functools.cache
