@@ -17,6 +17,8 @@ CALLS = re.compile(r"(\w*(Error|Warning|Damaged|Unsaveable)|warn\w*|warning|expe
 def with_messages(page: str) -> str:
     """Puts the messages below each mark; each message goes to the first mark that names its folder."""
     marks = [match[1].split() for match in MARK.finditer(page)]
+    if not marks:
+        return page
     lists: dict[str, set[str]] = {" ".join(mark): set() for mark in marks}
     for path, texts in messages().items():
         [mark, *_] = [m for m in marks if any(path.startswith(f) or f == "." for f in m)]

@@ -27,6 +27,9 @@ def main() -> None:
     pages = documents() | outside(documents())
     for path in pages:
         write(site_path(path), relinked(path, as_page(ROOT / path)))
+    # The landing page has the width for its three lines and its doors.
+    landing = STAGE / "pages/index.md"
+    landing.write_text("---\nhide: [navigation, toc]\n---\n\n" + landing.read_text())
     shutil.copytree(ROOT / "docs/images", STAGE / "pages/images")
     shutil.copy(ROOT / "docs/site.css", STAGE / "pages")
     settings = {"docs_dir": "pages", "site_dir": "html", "nav": navigation()}
