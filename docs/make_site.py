@@ -1,8 +1,9 @@
 """Builds the site: `python docs/make_site.py` (the extra `docs`), into `.build/site/html`.
 
 The pages are those of docs/ as they stand. Zensical takes no hooks, so this script stages them in
-`.build/site/pages`: the navigation is made of the tables in docs/README.md, notebooks become pages, and
-files outside of docs/ that pages link to are taken in under `repository/`. `--serve` shows the site.
+`.build/site/pages`: the navigation is made of the tables in docs/README.md, notebooks become pages,
+files outside of docs/ that pages link to are taken in under `repository/`, and the page of errors gets
+all messages of the library. `--serve` shows the site.
 """
 
 import json
@@ -12,6 +13,8 @@ import re
 import shutil
 import subprocess
 import sys
+
+import list_messages
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STAGE = ROOT / ".build/site"
@@ -24,6 +27,9 @@ def main() -> None:
     pages = documents() | outside(documents())
     for path in pages:
         write(site_path(path), relinked(path, as_page(ROOT / path)))
+    # The landing page has the width for its three lines and its doors.
+    landing = STAGE / "pages/index.md"
+    landing.write_text("---\nhide: [navigation, toc]\n---\n\n" + landing.read_text())
     shutil.copytree(ROOT / "docs/images", STAGE / "pages/images")
     shutil.copy(ROOT / "docs/site.css", STAGE / "pages")
     settings = {"docs_dir": "pages", "site_dir": "html", "nav": navigation()}
@@ -134,7 +140,7 @@ def notebook(path: pathlib.Path) -> str:
 def as_page(path: pathlib.Path) -> str:
     """A file as Markdown: a document as it is, a source as a block of code, a folder as a list."""
     if path.suffix == ".md":
-        return path.read_text()
+        return list_messages.with_messages(path.read_text())
     if path.suffix == ".ipynb":
         return notebook(path)
     title = f"# {path.relative_to(ROOT).as_posix()}\n\n"

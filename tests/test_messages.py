@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import haiku_implicit as hki
+from docs import list_messages
 from haiku_implicit.core import serialization
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.messages import imported
@@ -402,7 +403,17 @@ def test_a_message_on_the_page_is_what_people_see(start):
 def test_each_link_leads_to_a_section_and_each_section_has_a_link():
     sources = [path.read_text() for path in (ROOT / "haiku_implicit").rglob("*.py")]
     links = {link for text in sources for link in re.findall(r"""see\(["'](.+?)["']\)""", text)}
-    assert links == {*OURS}
+    assert links == {*OURS, "files"}
+
+
+def test_the_site_has_every_message():
+    page = (DOCS / "errors.md").read_text()
+    assert "\n### Files\n" in page and len(list_messages.MARK.findall(page)) == 4
+    shown = list_messages.with_messages(page)
+    found = [text for texts in list_messages.messages().values() for text in texts]
+    assert len(found) > 600 and all(f"- `{text}`\n" in shown for text in found)
+    assert "<!-- messages" not in shown
+    assert "- `init: 'orthogonal' needs an even rank, got ...`\n" in shown
 
 
 def test_each_message_is_tried():

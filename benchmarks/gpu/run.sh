@@ -1,18 +1,26 @@
 #!/usr/bin/env bash
 # Checks and measures everything that is for GPUs, in ten minutes: `bash benchmarks/gpu/run.sh OUTPUT [WHEELS]`.
 # For a machine with an NVIDIA GPU and JAX for CUDA, which needs no network: WHEELS is a folder with
-# the wheels that it lacks, and with those of tokamax if it is to be compared. STAGES="kernel steps" runs
-# only these, LIMIT=60 stops each after so many seconds. OUTPUT gets the logs and results.
+# the wheels that it lacks. On a machine with a network, for Python 3.12 (and tokamax, to compare with):
+#   python3 -m pip download -d WHEELS --only-binary=:all: --python-version=3.12 \
+#     --platform=manylinux_2_28_x86_64 -r benchmarks/gpu/wheels.txt [tokamax qwix]
+# STAGES="kernel steps" runs only these, also on a CPU (`tune` is not among the usual ones); LIMIT=60 stops
+# each after so many seconds. OUTPUT gets the logs and results. The exit status is 1 if a stage failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 output=${1:-gpu_results}
 wheels=${2:-}
 stages=${STAGES:-kernel products steps contract}
+for name in $stages; do
+  [[ " kernel tune products steps contract " == *" $name "* ]] || { echo "STAGES: no stage is called $name" >&2; exit 2; }
+done
 mkdir -p "$output"
+failed=0
 export OUTPUT=$output
 if [ -n "$wheels" ]; then
   site=$(mktemp -d)
-  python3 -m pip install -q --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl || exit 1
+  python3 -m pip install -q --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl ||
+    { echo "WHEELS: expected a folder of wheels for this Python, got $wheels" >&2; exit 1; }
   export PYTHONPATH=$site
 fi
 export PYTHONPATH=$PWD:${PYTHONPATH:-}
@@ -32,6 +40,7 @@ stage() {
   local status=$?
   tail -n "${LINES_SHOWN:-25}" "$output/$name.log" | cut -c1-400
   printf '%s: exit status %d\n' "$name" "$status"
+  [ "$status" = 0 ] || failed=1
 }
 
 kernel() { stage kernel 100 python3 -m pytest -q -p no:cacheprovider -n "$processes" --slow --tb=short tests/kernels/test_pallas_matmul.py; }
@@ -59,7 +68,24 @@ contract() {
     python3 -m pytest -q -p no:cacheprovider -n "$processes" --tb=short tests/test_contract.py
 }
 
-python3 -c 'import jax; print(jax.__version__, jax.devices())' || exit 1
+python3 - "${STAGES:-}" <<'PYTHON' || exit 1
+import importlib, sys
+
+lacking = []
+for name in ("jax", "haiku", "optax", "chex", "plum", "absl", "pytest", "xdist", "hypothesis", "safetensors"):
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        lacking.append(str(error))
+if lacking:
+    sys.exit(f"{sys.executable}: {'; '.join(lacking)}. Put the wheels into a folder, and name it (WHEELS).")
+import jax
+
+print(jax.__version__, jax.devices())
+if jax.default_backend() != "gpu" and not sys.argv[1]:
+    sys.exit("JAX finds no GPU here, so nothing is measured (STAGES=kernel runs on a CPU, too).")
+PYTHON
 for name in $stages; do "$name"; done
 rm -rf "$output/.cache"
 printf '\n=== done (%d s)\n' "$SECONDS"
+exit "$failed"

@@ -48,11 +48,15 @@ _BITS = {dtype: 8 * width for dtype, width in WIDTHS.items()} | dict(F4=4, F6_E2
 class CheckpointError(ValueError):
     """An invalid file, or a tree that a file cannot hold; the message names the key.
 
-    Its text is one line, since tensor names in a file may contain any characters.
+    Its text is one line, since tensor names in a file may contain any characters, and ends in a link.
     """
 
     def __init__(self, text: str):
-        super().__init__(one_line(text))
+        link = see("files")
+        line = one_line(text.replace(f" {link}", ""))  # of another error, in the middle of this one
+        super().__init__(
+            line if line.endswith(")") and "(docs/errors.md#" in line else f"{line} {link}"
+        )
 
 
 def one_line(text: str) -> str:

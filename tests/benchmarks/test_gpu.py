@@ -140,6 +140,30 @@ def test_products_for_a_gpu(monkeypatch):
 
 
 @pytest.mark.slow
+def test_tiles_for_a_gpu(monkeypatch):
+    """A tile of each product, and its other formulations."""
+    monkeypatch.setattr(benchmark, "number_of_weights", lambda *_: 1)
+    monkeypatch.setattr(benchmark.pallas, "capability", lambda: 9.0)
+    tried = {}
+    for case, options in tune.work():
+        tried[case, options.get("formulation")] = dict(options)
+    assert len(tried) == 3 * len(tune.CASES)
+    with flagsaver.flagsaver(tune_compile=True, tune_size="4096x512"):
+        for (case, formulation), options in tried.items():
+            options.pop("formulation", None)
+            *of_weight, m = case
+            quantized, dense = tune.weight(*of_weight)
+            w = dense if formulation == "dense" else quantized
+            x = jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16)
+            monkeypatch.setattr(
+                benchmark.pallas, "available", lambda name=formulation: name is None
+            )
+            monkeypatch.setattr(benchmark.pallas, "plan_of", tune.with_options(options))
+            text = lowered_for_cuda(benchmark.traced(formulation or "kernel", w, x)[0])
+            assert (KERNEL in text) == (formulation is None)
+
+
+@pytest.mark.slow
 @pytest.mark.all_slow
 @pytest.mark.parametrize("method", steps.METHODS)
 @pytest.mark.parametrize(("name", "batch"), [("Llama", "1x16"), ("Pairformer", "16")])
@@ -154,17 +178,38 @@ def test_steps_for_a_gpu(name, batch, method, monkeypatch):
     assert (KERNEL in lowered_for_cuda(step)) == ("LoRA on" in method)
 
 
+SCRIPT = benchmark.ROOT / "benchmarks" / "gpu" / "run.sh"
+
+
+def script(*arguments, **environment):
+    """Runs the script on a CPU; returns its exit status and what it printed."""
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # of python3
+    env = os.environ | dict(PATH=path, JAX_PLATFORMS="cpu") | environment
+    command = ["bash", SCRIPT, *arguments]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    return run.returncode, run.stdout + run.stderr
+
+
 @pytest.mark.slow
 def test_the_script_without_a_gpu(tmp_path):
-    """It runs a stage, keeps its log, and says that nothing was measured."""
-    script, output = benchmark.ROOT / "benchmarks" / "gpu" / "run.sh", tmp_path / "results"
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # of python3
-    environment = os.environ | dict(PATH=path, JAX_PLATFORMS="cpu", STAGES="products", LIMIT="100")
-    run = subprocess.run(
-        ["bash", script, output], env=environment, capture_output=True, text=True, check=True
-    )
-    assert "products: exit status 1\n" in run.stdout and "=== done" in run.stdout
-    assert "no GPU here" in (output / "products.log").read_text()
+    """It says so at once; a stage that is asked for runs, keeps its log, and says that it failed."""
+    status, shown = script(tmp_path)
+    assert status == 1 and "JAX finds no GPU here" in shown and "===" not in shown
+    status, shown = script(tmp_path, STAGES="products", LIMIT="100")
+    assert status == 1 and "products: exit status 1\n" in shown and "=== done" in shown
+    assert "no GPU here" in (tmp_path / "products.log").read_text()
+
+
+def test_what_the_script_is_not_given(tmp_path):
+    assert script(tmp_path, STAGES="product") == (2, "STAGES: no stage is called product\n")
+    bare = tmp_path / "python3"  # without packages
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    status, shown = script(tmp_path, PATH=path)
+    assert status == 1 and "No module named 'haiku'" in shown and "Put the wheels into" in shown
+    status, shown = script(tmp_path, tmp_path / "none", PATH=path)
+    assert status == 1 and f"wheels for this Python, got {tmp_path}/none\n" in shown
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_the_parameters_have_to_be_those_of_the_model(tmp_path):
     assert str(info.value) == (
         f"{path}: not the parameters of `like`: head/w: expected [3], no tensor has this place; "
         "linear/w: expected [4, 32], got [32, 4] of a [4, 32]; linear/b: the model has no such "
-        "parameter, b has this place"
+        "parameter, b has this place (docs/errors.md#files)"
     )
 
 
