@@ -278,7 +278,7 @@ def test_rotation_spreads_outliers():
 def test_rotated_products():
     w, x = quantized(), normal((5, 96), 1)
     assert isinstance(w, Rotated) and w.nbytes * 8 / w.size < 3 + 16 / 96 + 1 / 64 + 0.01
-    same_without_dense(lambda x, w: (x @ w, x @ w @ w.T), x, w, rtol=1e-5)
+    same_without_dense(lambda x, w: (x @ w, x @ w @ w.T, x @ -w), x, w, rtol=1e-5)
     same_without_dense(jax.grad(lambda x, w: jnp.sin(x @ w).sum()), x, w, rtol=1e-4)
 
 
