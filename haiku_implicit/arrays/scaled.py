@@ -247,6 +247,12 @@ def rescale(primitive: Primitive, w: ScaledMatrix, x: jax.Array, **params: EqnPa
     return w._replace(scale=apply(w.scale, x if x.ndim == 0 else jnp.squeeze(x, other)))
 
 
+@primitive_handler("neg")
+def negate_scaled(_: Primitive, w: ScaledMatrix, **params: EqnParam) -> ScaledMatrix:
+    """Negates the scale: codes of the matrix may have no negative ones."""
+    return w._replace(scale=-w.scale)
+
+
 @primitive_handler("convert_element_type")
 def cast_scaled(
     primitive: Primitive, w: ScaledMatrix, *, new_dtype: DType, **params: EqnParam

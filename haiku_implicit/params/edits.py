@@ -131,7 +131,7 @@ def quantize_activations(
         scale for each part of a row that is multiplied with a group of the weight); None: not
         rounded.
       targets: the weights to change, as for `add_lora`. None: all quantized weights, including those
-        under adapters.
+        under adapters, but no trellis codes: their products do not round activations.
       exclude, missing_ok: as for `add_lora`.
 
     Returns:
@@ -156,7 +156,7 @@ def quantize_activations(
         if not isinstance(value, QuantizedMatrix):
             raise ValueError(
                 f"{path}: expected a QuantizedMatrix, got {describe(value)}; quantize_params makes one "
-                "of a dense weight"
+                "of a dense weight, and trellis codes multiply activations that are not rounded"
             )
         return value.with_activation(dtype)
 

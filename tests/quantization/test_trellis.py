@@ -176,7 +176,8 @@ def test_kernels(bits):
     """Products with few rows, and decoded numbers for many, beside the definition."""
     assert build.available()
     rng = np.random.default_rng(bits)
-    for rows, length, m in ((5, 4, 1), (17, 96, 3), (33, 576, 14)):
+    shapes = (5, 4, 1), (17, 96, 3), (33, 576, 14), (70, 768, 1), (64, 512, 2)
+    for rows, length, m in shapes:
         count, steps = trellis.sequences(length)
         words = rng.integers(0, 2**16, (2, rows, count * steps * bits // 16), np.uint16)
         decode = functools.partial(trellis.decode, bits=bits, steps=steps)
@@ -278,7 +279,7 @@ def test_rotation_spreads_outliers():
 def test_rotated_products():
     w, x = quantized(), normal((5, 96), 1)
     assert isinstance(w, Rotated) and w.nbytes * 8 / w.size < 3 + 16 / 96 + 1 / 64 + 0.01
-    same_without_dense(lambda x, w: (x @ w, x @ w @ w.T), x, w, rtol=1e-5)
+    same_without_dense(lambda x, w: (x @ w, x @ w @ w.T, x @ -w), x, w, rtol=1e-5)
     same_without_dense(jax.grad(lambda x, w: jnp.sin(x @ w).sum()), x, w, rtol=1e-4)
 
 

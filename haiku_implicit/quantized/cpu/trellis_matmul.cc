@@ -82,6 +82,21 @@ inline void take_turns(Words& a, Words& b) {
 #endif
 }
 
+// Words of lanes that follow those of a vector, if circles have 16 lanes and a vector whole circles.
+constexpr bool kWholeCircles = kWords % kSteps == 0;
+inline Words following(Words word) {
+#if defined(HKI_AVX512)
+  Words index;
+  for (int i = 0; i < kWords; ++i) index[i] = i / 16 * 16 + (i + 1) % 16;
+  return (Words)_mm512_permutexvar_epi16((__m512i)index, (__m512i)word);
+#elif defined(HKI_AVX2)
+  const __m256i own = (__m256i)word, halves = _mm256_permute2x128_si256(own, own, 1);
+  return (Words)_mm256_alignr_epi8(halves, own, 2);
+#else
+  return word;  // (not called)
+#endif
+}
+
 // Adds the products of pairs of integers of 16 bits.
 inline Ints add_products(Ints sums, Words a, Words b) {
 #if defined(HKI_AVX512) && defined(__AVX512VNNI__)
@@ -114,8 +129,9 @@ struct Matrix {
 HKI_ONCE void copy_words(const Matrix& w, int64_t row, int64_t rows, int64_t chunk, Words* to) {
   const int64_t first = chunk * kWords, size = w.row_size();
   const uint16_t* const from = w.words + row * size + first;
+  const bool whole = kWholeCircles && w.circle == 16;
   const int planes = w.bits + 1;
-  for (int plane = 0; plane < planes; ++plane) {
+  for (int plane = 0; plane < planes - whole; ++plane) {
     const int64_t ahead = plane == w.bits, count = w.lanes - ahead - first;
     const uint16_t* own = ahead ? from + 1 : from + plane * w.lanes;
     Words* own_to = to + plane;
@@ -127,6 +143,10 @@ HKI_ONCE void copy_words(const Matrix& w, int64_t row, int64_t rows, int64_t chu
         std::memcpy(own_to + i * planes, own + i * size, count * sizeof *own);
       }
     }
+  }
+  if (whole) {
+    for (int64_t i = 0; i < rows; ++i) to[i * planes + w.bits] = following(to[i * planes]);
+    return;
   }
   // The last lane of a circle is followed by the first.
   auto* const next = reinterpret_cast<uint16_t*>(to + w.bits);
@@ -152,14 +172,30 @@ inline void at_step(int step, const Function& function) {
     function([=](const Words* w) { return numbers<bits>(windows<false>(w[plane], w[plane], shift)); });
 }
 
-// The same, for a step that is known: windows of some steps are parts of one word of 16 bits.
+// 16 bits of two words, from a bit of the first one on.
+template <int shift>
+HKI_INLINE Words part_of_two(Words word, Words next) {
+  if constexpr (shift == 0) return word;
+#if defined(HKI_AVX512) && defined(__AVX512VBMI2__)
+  return (Words)_mm512_shrdi_epi16((__m512i)word, (__m512i)next, shift);
+#else
+  return word >> shift | next << (16 - shift);
+#endif
+}
+
+// The first of the steps whose windows are parts of the same 16 bits as a step's.
+constexpr int first_together(int bits, int step) {
+  const int together = (16 - kWindow) / bits + 1, round = bits == 3 ? 16 : 16 / bits;
+  return step / round * round + step % round / together * together;
+}
+
+// The same, for a step that is known.
 template <int bits, int step>
-inline Words at_known_step(const Words* w) {
-  constexpr int in_word = 16 - kWindow, together = in_word / bits + 1, round = bits == 3 ? 16 : 16 / bits;
-  constexpr int first = step / round * round + step % round / together * together;  // of these steps
-  constexpr int plane = first * bits / 16, shift = first * bits % 16, rest = (step - first) * bits;
-  const Words word = shift ? w[plane] >> shift | w[plane + 1] << (16 - shift) : w[plane];
-  return numbers<bits>(rest == in_word ? word >> rest : word >> rest & (uint16_t)(kStates - 1));
+HKI_INLINE Words at_known_step(const Words* w) {
+  constexpr int first = first_together(bits, step), rest = (step - first) * bits;
+  constexpr int plane = first * bits / 16, shift = first * bits % 16;
+  const Words word = part_of_two<shift>(w[plane], w[plane + 1]);
+  return numbers<bits>(rest == 16 - kWindow ? word >> rest : word >> rest & (uint16_t)(kStates - 1));
 }
 
 // Writes the numbers of a row.
@@ -216,25 +252,18 @@ inline int together(int count) { return count == 2 ? 2 : std::min(count <= 4 ? 4
 // Adds products of pairs of numbers of two rows; x is [pairs, stride], of pairs of integers.
 template <int K>
 HKI_ONCE void add_pairs(const Words* decoded, int64_t pairs, const int32_t* x, int64_t stride, Ints* out) {
-  constexpr int kApart = K == 2 ? 2 : 1;  // sums that do not wait for each other
-  Ints sums[kApart][K][2] = {};
-  for (int64_t i = 0; i < pairs; i += kApart) {
+  Ints sums[K][2] = {};
+  for (int64_t i = 0; i < pairs; ++i) {
+    const Words first = decoded[2 * i], second = decoded[2 * i + 1];
     HKI_UNROLL
-    for (int j = 0; j < kApart; ++j) {
-      const Words first = decoded[2 * (i + j)], second = decoded[2 * (i + j) + 1];
-      HKI_UNROLL
-      for (int k = 0; k < K; ++k) {
-        const Words own = (Words)(Ints{} + x[(i + j) * stride + k]);
-        sums[j][k][0] = add_products(sums[j][k][0], first, own);
-        sums[j][k][1] = add_products(sums[j][k][1], second, own);
-      }
+    for (int k = 0; k < K; ++k) {
+      const Words own = (Words)(Ints{} + x[i * stride + k]);
+      sums[k][0] = add_products(sums[k][0], first, own);
+      sums[k][1] = add_products(sums[k][1], second, own);
     }
   }
   for (int k = 0; k < K; ++k)
-    for (int half = 0; half < 2; ++half) {
-      out[half * K + k] += sums[0][k][half];
-      if (kApart == 2) out[half * K + k] += sums[1][k][half];
-    }
+    for (int half = 0; half < 2; ++half) out[half * K + k] += sums[k][half];
 }
 
 // One row of activations, or more, as the kernel reads them.
@@ -245,31 +274,94 @@ struct Pairs {
   int count;                // of rows of integers
 };
 
+// The same for one row of activations: numbers of steps whose windows are parts of the same 16 bits stay in
+// registers.
+template <int bits, int first>
+HKI_ONCE void add_pairs_of_row(const Words* words, int64_t pairs, const Pairs& x, int64_t row, float* y) {
+  constexpr int most = (16 - kWindow) / bits + 1;
+  constexpr bool all = first_together(bits, first + most - 1) == first;
+  constexpr int steps = all ? most : most - 1;
+  const int32_t* integers = x.integers + row;  // a pair of integers for each two rows
+  const int32_t* biases = x.biases + row / kRowsTogether * 2;
+  for (int half = 0; half < 2; ++half) {
+    Ints sums[steps][2];
+    for (int i = 0; i < steps; ++i) sums[i][0] = Ints{} + biases[0], sums[i][1] = Ints{} + biases[1];
+    const Words* own = words + half * (bits + 1);
+    for (int64_t i = 0; i < pairs; ++i, own += 2 * (bits + 1)) {
+      const Words high = (Words)(Ints{} + integers[2 * i]), low = (Words)(Ints{} + integers[2 * i + 1]);
+      repeat<steps>([&](auto step) HKI_INLINED {
+        const Words decoded = at_known_step<bits, first + step>(own);
+        sums[step][0] = add_products(sums[step][0], decoded, high);
+        sums[step][1] = add_products(sums[step][1], decoded, low);
+      });
+    }
+    for (int i = 0; i < steps; ++i) {
+      float* to = y + (first + i) * kWords + half * kLanes;
+      store(to, load<Floats>(to) + in_floats(sums[i], x.rows[0].unit * kUnit));
+    }
+  }
+}
+
+// Copies the words of a chunk of some rows as `copy_words`, and those of two rows take turns: before they are
+// decoded, since there are fewer words than numbers. Rows fill up to four; the others are multiplied by zero.
+template <int bits>
+HKI_ONCE void copy_pairs(const Matrix& w, int64_t row, int64_t rows, int64_t chunk, Words* to) {
+  const int64_t padded = round_up(rows, 4), size = w.row_size();
+  Words* const end = to + padded * (bits + 1);
+  if (kWholeCircles && w.circle == 16 && rows == padded && (chunk + 1) * kWords <= w.lanes) {
+    const uint16_t* own = w.words + row * size + chunk * kWords;
+    for (; to < end; to += 2 * (bits + 1), own += 2 * size) {
+      HKI_UNROLL
+      for (int plane = 0; plane < bits; ++plane) {
+        Words first = load<Words>(own + plane * w.lanes), second = load<Words>(own + plane * w.lanes + size);
+        if (plane == 0) {
+          Words next = following(first), of_second = following(second);
+          take_turns(next, of_second);
+          to[bits] = next, to[2 * bits + 1] = of_second;
+        }
+        take_turns(first, second);
+        to[plane] = first, to[plane + bits + 1] = second;
+      }
+    }
+    return;
+  }
+  copy_words(w, row, rows, chunk, to);
+  for (int64_t i = rows; i < padded; ++i) std::copy_n(to, bits + 1, to + i * (bits + 1));
+  for (; to < end; to += 2 * (bits + 1))
+    for (int plane = 0; plane <= bits; ++plane) take_turns(to[plane], to[plane + bits + 1]);
+}
+
 // Adds to y[chunk, m, step, 2, kLanes], the products of some chunks.
 template <int bits>
 void along_rows(const Matrix& w, const Pairs& x, int m, int64_t first, int64_t last, float* y) {
   const int64_t size = m * kSteps * kWords;
   alignas(64) Words words[kRowsTogether * (bits + 1)], decoded[kRowsTogether];
   const int each = together(x.count);
-  const auto run = each == 2 ? add_pairs<2> : each == 4 ? add_pairs<4> : add_pairs<8>;
+  const auto run = each == 4 ? add_pairs<4> : add_pairs<8>;
   for (int64_t r = 0; r < w.rows; r += kRowsTogether) {
     const int64_t count = std::min<int64_t>(kRowsTogether, w.rows - r), pairs = (count + 3) / 4 * 2;
     for (int64_t c = first; c < last; ++c) {
-      copy_words(w, r, count, c, words);
-      for (int64_t i = count; i < 2 * pairs; ++i)  // these are multiplied by zero
-        std::copy_n(words, bits + 1, words + i * (bits + 1));
-      // (Before they are decoded: there are fewer words than numbers.)
-      for (Words* own = words; own < words + 2 * pairs * (bits + 1); own += 2 * (bits + 1))
-        for (int plane = 0; plane <= bits; ++plane) take_turns(own[plane], own[plane + bits + 1]);
+      copy_pairs<bits>(w, r, count, c, words);
       const bool ahead = c + 1 < last;
       const int64_t next_row = ahead ? r : r + kRowsTogether, next_chunk = ahead ? c + 1 : first;
-      for (int step = 0; step < kSteps; ++step) {
+      const auto prefetch_part = [&](int step) {
         for (int i = 0; i < kRowsTogether / kSteps && next_chunk % 2 == 0; ++i)  // lines come in pairs
           prefetch(w, next_row + step * (kRowsTogether / kSteps) + i, next_chunk);
+      };
+      float* const of_chunk = y + (c - first) * size;
+      if (x.count == 2) {
+        repeat<kSteps>([&](auto step) HKI_INLINED {
+          prefetch_part(step);
+          if constexpr (first_together(bits, step) == step) add_pairs_of_row<bits, step>(words, pairs, x, r, of_chunk);
+        });
+        continue;
+      }
+      for (int step = 0; step < kSteps; ++step) {
+        prefetch_part(step);
         at_step<bits>(step, [&](const auto& of) {
           for (int64_t i = 0; i < 2 * pairs; ++i) decoded[i] = of(words + i * (bits + 1));
         });
-        float* to = y + (c - first) * size + step * kWords;
+        float* to = of_chunk + step * kWords;
         for (int k = 0; k < x.count; k += each) {
           Ints sums[2 * 8];
           for (int i = 0; i < each; ++i)
