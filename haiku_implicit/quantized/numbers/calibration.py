@@ -193,7 +193,7 @@ def refit(w: jax.Array, scales: Scales, fmt: Format, weight: jax.Array | float =
       fmt: the format.
       weight: the weight of each squared error, broadcastable to `w`.
     """
-    q = formats.decode(encode(w, *scales, fmt), w.dtype, fmt)
+    q = formats.nearest_values(_relative(w, *scales), fmt)
     unit = _unit(w)
     w, weight = w / unit, jnp.broadcast_to(weight, w.shape)
     if scales.offset is None:
@@ -272,7 +272,7 @@ def _divisor(x: jax.Array) -> jax.Array:
 
 
 def _rounded(w: jax.Array, scales: Scales, fmt: Format) -> jax.Array:
-    return formats.scaled(encode(w, *scales, fmt), *scales, fmt)
+    return formats.scaled_values(formats.nearest_values(_relative(w, *scales), fmt), *scales)
 
 
 def encode(w: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format) -> jax.Array:
@@ -284,7 +284,12 @@ def encode(w: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format
       offset: as `scale`, or None.
       fmt: the format.
     """
+    return formats.nearest(_relative(w, scale, offset), fmt)
+
+
+def _relative(w: jax.Array, scale: jax.Array, offset: jax.Array | None) -> jax.Array:
+    """Values in units of their scales, from their offsets on; zeros for scales of zero."""
     dtype = formats.arithmetic_dtype(w.dtype)
     w, scale = w.astype(dtype), scale.astype(dtype)
     shifted = w if offset is None else w - offset.astype(dtype)
-    return formats.nearest(jnp.where(scale == 0, 0, shifted / _divisor(scale)), fmt)
+    return jnp.where(scale == 0, 0, shifted / _divisor(scale))

@@ -422,8 +422,13 @@ def decode(codes: jax.Array, dtype: DType, fmt: Format) -> jax.Array:
 
 def scaled(codes: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format) -> jax.Array:
     """`scale * decode(code) + offset` for unpacked codes and operands that broadcast with them."""
+    return scaled_values(decode(codes, arithmetic_dtype(scale.dtype), fmt), scale, offset)
+
+
+def scaled_values(values: jax.Array, scale: jax.Array, offset: jax.Array | None) -> jax.Array:
+    """`scale * value + offset` in the arithmetic dtype of the scale."""
     dtype = arithmetic_dtype(scale.dtype)
-    values = decode(codes, dtype, fmt) * scale.astype(dtype)
+    values = values.astype(dtype) * scale.astype(dtype)
     return values if offset is None else values + offset.astype(dtype)
 
 
@@ -475,25 +480,33 @@ def nearest(relative: jax.Array, fmt: Format) -> jax.Array:
 
     Ties go to the even code if codes are numbers, and to the even mantissa in fp4, as in IEEE 754.
     """
-    if fmt.is_float:
-        # These dtypes do not saturate: numbers out of the range would become infinity or NaN.
-        return _rounded_to_float8(jnp.clip(relative, fmt.lowest, fmt.largest), fmt.dtype)
     if fmt.table is not None:
         order, middles = _thresholds(fmt)
         middle = jnp.asarray(middles, relative.dtype)
         at = (relative[..., None] > lax.broadcast_to_rank(middle, relative.ndim + 1)).sum(-1)
         return jnp.asarray(order, fmt.dtype)[at]
+    values = nearest_values(relative, fmt)
+    return (values + fmt.bias if fmt.bias else values).astype(fmt.dtype)  # (-0 + 0 would be 0)
+
+
+def nearest_values(relative: jax.Array, fmt: Format) -> jax.Array:
+    """`decode(nearest(relative))`, without the codes: conversions to 8 bits and back take longer."""
+    if fmt.table is not None:
+        return decode(nearest(relative, fmt), relative.dtype, fmt)
+    # Floats of 8 bits do not saturate: numbers out of the range would become infinity or NaN.
+    clipped = jnp.clip(relative, fmt.lowest, fmt.largest)
+    if fmt.is_float:
+        return _rounded_to_float8(clipped, fmt.dtype)
     # The bias is 1/2 if codes stand for ±1/2 (binary).
-    codes = jnp.floor(relative) + 1 if fmt.bias == 0.5 else jnp.round(relative) + fmt.bias
-    return jnp.clip(codes, fmt.lowest + fmt.bias, fmt.largest + fmt.bias).astype(fmt.dtype)
+    return jnp.floor(clipped) + 0.5 if fmt.bias == 0.5 else jnp.round(clipped)
 
 
 def _rounded_to_float8(x: jax.Array, dtype: DType) -> jax.Array:
-    """Rounds to the nearest 8-bit floats; casts of some XLA versions round twice, through float16."""
+    """The nearest 8-bit floats; casts of some XLA versions round twice, through float16."""
     info = jnp.finfo(dtype)
     exponent = jnp.maximum(jnp.frexp(x)[1] - 1, int(info.minexp))
     step = jnp.ldexp(jnp.ones_like(x), exponent - info.nmant)
-    return (jnp.round(x / step) * step).astype(dtype)
+    return jnp.round(x / step) * step
 
 
 def _thresholds(fmt: Format) -> tuple[list[int], list[float]]:

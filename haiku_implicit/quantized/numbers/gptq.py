@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from haiku_implicit.core.typing import DType
 from haiku_implicit.quantized.numbers import calibration, formats
 
-_BLOCK = 64  # columns that are rounded before the others take up their errors, in one product
+_BLOCK = 32  # columns that are rounded before the others take up their errors, in one product
 
 DAMPING = 0.01  # added to each input's mean square, in units of their mean
 
