@@ -164,7 +164,16 @@ def test_one_row_times_large_groups(name):
 @pytest.mark.parametrize("axis", [-2, -1])
 def test_one_row_times_three_bits(axis):
     """Vectors have several groups, one, or (as floats) a part of one; some groups are left over."""
-    shapes = [(96, 32), (192, 64), (320, 64), (384, 128), (768, 256), (1024, 512), (512, None), (48, 16)]
+    shapes = [
+        (96, 32),
+        (192, 64),
+        (320, 64),
+        (384, 128),
+        (768, 256),
+        (1024, 512),
+        (512, None),
+        (48, 16),
+    ]
     check([quantized("int3", *shape, axis=axis) for shape in shapes], rows=(1,))
 
 
