@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config, items):
         for item in tests:
             if item.name not in chosen:
                 mark(item, "long")
-            elif function(item) in quick:
+            elif function(item) in quick and "of_each" not in marks[item]:
                 more.setdefault(item.path, {})[item.name] = item
     for tests in more.values():
         for name in tests.keys() - drawn(tests):

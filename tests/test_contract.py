@@ -21,6 +21,8 @@ from tests.primitive_ops import MODULES, TABLES, UNEXPORTED, primitive_named
 from tests.settings import SETTINGS, setting
 from tests.tiers import few
 
+pytestmark = pytest.mark.of_each
+
 pytestmark = pytest.mark.usefixtures("may_be_dense")
 
 
@@ -398,7 +400,7 @@ EAGERLY = {"dynamic_slice", "dynamic_update_slice", "gather", "scan"}
     few(
         [(name, mode) for name in BATCHED for mode in ("jit", "grad")]
         + [(name, mode) for name in BATCHED if name in WHOLE for mode in ("eager", "vmap")],
-        *[("lora of int4", "jit"), ("int8", "grad"), ("int8", "eager")],
+        *[("lora of int4", "jit"), ("int8", "grad"), ("int8", "eager"), ("outer", "vmap")],
     ),
 )
 def test_batch_axes(name, mode):

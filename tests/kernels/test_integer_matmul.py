@@ -11,6 +11,8 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.quantized.cpu import build
 
+pytestmark = pytest.mark.of_each
+
 FORMATS = ("int8", "uint8", "int4", "uint4", "fp4")
 
 # Lengths and group sizes: several groups in a vector of codes, several vectors in a group, groups that

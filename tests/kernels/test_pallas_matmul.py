@@ -17,6 +17,8 @@ from tests import random_arrays
 from tests.cuda import lowered_for_cuda
 from tests.tiers import few
 
+pytestmark = pytest.mark.of_each
+
 FORMATS = sorted(name for name, fmt in formats.FORMATS.items() if len(fmt.planes) == 1)
 
 product = hki.use_implicit_args(lambda w, x: x @ w)

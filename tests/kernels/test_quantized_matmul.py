@@ -106,6 +106,7 @@ def test_formats_without_kernel(axis, without_kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.all_slow
 @with_compiler
 @pytest.mark.parametrize("target", TARGETS)
 def test_other_targets(target, monkeypatch):
@@ -113,8 +114,8 @@ def test_other_targets(target, monkeypatch):
     monkeypatch.setattr(build, "PREFIX", f"{build.PREFIX}{target}_")
     jax.clear_caches()
     for axis in (-2, -1):
-        kinds = ("binary", "int3", "int6", "int8", "uint4", "uint8", "fp8_e4m3", "fp8_e5m2")
-        check([w for name in kinds for w in of_all_shapes(name, axis)[::2]], rows=(4, 9))
+        kinds = ("binary", "int2", "int3", "int6", "int8", "uint4", "uint8", "fp8_e4m3", "fp8_e5m2")
+        check([w for name in kinds for w in of_all_shapes(name, axis)[::2]], rows=(1, 4, 9))
     x = normal((9, 96))
     for q in (quantized(name).with_activation("int8,groups") for name in ("int8", "uint4", "fp4")):
         want = rounded_rows(x, q) @ hki.materialize(q)
@@ -159,6 +160,10 @@ def test_one_row_times_large_groups(name):
     np.testing.assert_allclose(got, x @ dense, rtol=1e-6, atol=1e-6 * np.abs(dense).max() * 32)
     one = jax.jit(product)(w, np.eye(1024, dtype=np.float32)[700:701])
     np.testing.assert_allclose(one[0], dense[700], rtol=1e-6)
+    # Sums of equal activations, which offsets multiply, lose no digits.
+    got = np.asarray(jax.jit(product)(w, np.full((1, 1024), 0.1, np.float32)), np.float64)
+    scale = 0.1 * np.abs(dense).sum(0).max()
+    np.testing.assert_allclose(got[0], float(np.float32(0.1)) * dense.sum(0), atol=1e-6 * scale)
 
 
 @pytest.mark.parametrize("axis", [-2, -1])
@@ -726,6 +731,8 @@ import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from jax.sharding import NamedSharding, PartitionSpec as P
 from haiku_implicit.core.sharding import shard_specs
 from haiku_implicit.quantized.cpu import build
+
+pytestmark = pytest.mark.of_each
 
 mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 product = hki.use_implicit_args(lambda w, x: x @ w)

@@ -13,6 +13,7 @@ SANITIZE = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 @pytest.mark.slow
+@pytest.mark.all_slow
 @with_compiler
 @pytest.mark.parametrize("target", [*TARGETS, "this CPU"])
 def test_all_formats(target, tmp_path):

@@ -76,11 +76,13 @@ void round_vectors(const Integers& w, const float* x, const Rounded<3>& out) {
       if (from < length) std::copy_n(x + from, std::min(width, length - from), part + p * kWide);
     }
     int8_t* codes = out.codes + i * 3 * size;
-    const Floats scale = Floats{} + round_to_digits(part, size, codes, size) * w.unit;
-    const Ints start = -w.bias * start_of<3>(w, codes);
+    const Floats scale = Floats{} + round_to_digits(part, size, codes, size);
+    const Ints sums = start_of<3>(w, codes), start = -w.bias * sums;
     std::memcpy(out.start + i * kLanes, &start, sizeof(start));
-    store(out.scale + i * kLanes, scale);
-    for (int64_t k = 0; k < size; ++k) out.sums[group] += part[k];
+    store(out.scale + i * kLanes, scale * w.unit);
+    int32_t sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
+    out.sums[group] += sum * scale[0];
   }
 }
 

@@ -70,7 +70,7 @@ inline Ints add_small_products(Ints to, const Wide* a, const Wide* b) {
 }
 
 // The same for P vectors of bytes that are the three digits of numbers, the first ones first. Eight products with
-// values up to this one fit, and 16 with values of two bits.
+// values up to this one fit, and 16 with values of three bits.
 constexpr int64_t kLargestOfDigits = 24;
 template <int P>
 inline Ints add_small_products_of_digits(Ints to, const Wide* a, const Wide (*b)[P]) {
