@@ -293,12 +293,14 @@ def token_ids(tokenizer: tokenizers.Tokenizer, text: str, most: int = 100_000) -
 
     Args:
         tokenizer: SmolLM's tokenizer.
-        text: The text; not empty.
-        most: About so many characters are encoded at a time: the tokenizer takes 150 bytes for each.
+        text: The text.
+        most: About so many characters are encoded at a time, up to the end of a line: each takes 150
+            bytes there.
     """
     # No token has characters from both sides of a line's end, unless there is space beside it.
     pieces = re.findall(rf"(?s).{{1,{most}}}\S\n(?=\S)|.+", text)
-    return np.concatenate([np.asarray(tokenizer.encode(x).ids, np.int32) for x in pieces])
+    ids = [np.asarray(tokenizer.encode(piece).ids, np.int32) for piece in pieces]
+    return np.concatenate([np.zeros(0, np.int32), *ids])
 
 
 # --- From GGUF tensors to Haiku parameters --------------------------------------------------------

@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
@@ -29,8 +30,9 @@ VERSIONS = (1, 2, 3)
 # The format's own limit.
 _MAX_HEADER = 100_000_000
 _LENGTH = 8
-# The most characters of an error.
+# The most characters of an error, without its link.
 _MAX_TEXT = 1500
+_LINK = r"\(docs/errors\.md#[\w-]+\)"
 
 # Bytes of an element, by the format's name of the dtype.
 WIDTHS = {
@@ -48,15 +50,14 @@ _BITS = {dtype: 8 * width for dtype, width in WIDTHS.items()} | dict(F4=4, F6_E2
 class CheckpointError(ValueError):
     """An invalid file, or a tree that a file cannot hold; the message names the key.
 
-    Its text is one line, since tensor names in a file may contain any characters, and ends in a link.
+    Its text is one line, since tensor names in a file may contain any characters. It ends in a link: the
+    last one in the text, which may have another error's text in its middle.
     """
 
     def __init__(self, text: str):
-        link = see("files")
-        line = one_line(text.replace(f" {link}", ""))  # of another error, in the middle of this one
-        super().__init__(
-            line if line.endswith(")") and "(docs/errors.md#" in line else f"{line} {link}"
-        )
+        *_, link = [see("files"), *re.findall(_LINK, text)]
+        line = one_line(re.sub(rf"\s*{_LINK}", "", text))
+        super().__init__(f"{line} {link}")
 
 
 def one_line(text: str) -> str:

@@ -334,3 +334,18 @@ def test_types_by_name(path):
         hki.save(path, first(1))
     hki.save(path, second(1, 2))
     assert hki.load(path) == second(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("no key", "no key (docs/errors.md#files)"),
+        (
+            "bad (docs/errors.md#a-b), so that it is lost",
+            "bad, so that it is lost (docs/errors.md#a-b)",
+        ),
+        ("x" * 1495 + " (docs/errors.md#a-b)", "x" * 1495 + " (docs/errors.md#a-b)"),
+    ],
+)
+def test_errors_end_in_one_link(text, want):
+    assert str(hki.CheckpointError(text)) == want

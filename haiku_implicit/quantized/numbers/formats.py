@@ -490,7 +490,7 @@ def nearest(relative: jax.Array, fmt: Format) -> jax.Array:
 
 
 def nearest_values(relative: jax.Array, fmt: Format) -> jax.Array:
-    """`decode(nearest(relative))`, without the codes: conversions to 8 bits and back take longer."""
+    """`decode(nearest(relative))`, but for zeros' signs, without the codes: these take longer."""
     if fmt.table is not None:
         return decode(nearest(relative, fmt), relative.dtype, fmt)
     # Floats of 8 bits do not saturate: numbers out of the range would become infinity or NaN.
