@@ -50,7 +50,7 @@ _BITS = {dtype: 8 * width for dtype, width in WIDTHS.items()} | dict(F4=4, F6_E2
 class CheckpointError(ValueError):
     """An invalid file, or a tree that a file cannot hold; the message names the key.
 
-    Its text is one line, since tensor names in a file may contain any characters. It ends in a link: the
+    Its text is one line, since names in a file may contain any characters. It ends in a link: the
     last one in the text, which may have another error's text in its middle.
     """
 
