@@ -21,9 +21,7 @@ from tests.primitive_ops import MODULES, TABLES, UNEXPORTED, primitive_named
 from tests.settings import SETTINGS, setting
 from tests.tiers import few
 
-pytestmark = pytest.mark.of_each
-
-pytestmark = pytest.mark.usefixtures("may_be_dense")
+pytestmark = [pytest.mark.of_each, pytest.mark.usefixtures("may_be_dense")]
 
 
 def operations(table, without=(), alone=True):

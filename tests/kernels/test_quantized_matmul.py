@@ -27,6 +27,8 @@ from tests.devices import run_on_devices
 from tests.native_targets import TARGETS, with_compiler
 from tests.tiers import few
 
+pytestmark = pytest.mark.of_each
+
 FORMATS = sorted(formats.FORMATS)
 
 # Rows of activations: those that are decoded for in registers, one more, and some left over.
@@ -731,8 +733,6 @@ import jax, jax.numpy as jnp, numpy as np, haiku_implicit as hki
 from jax.sharding import NamedSharding, PartitionSpec as P
 from haiku_implicit.core.sharding import shard_specs
 from haiku_implicit.quantized.cpu import build
-
-pytestmark = pytest.mark.of_each
 
 mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 product = hki.use_implicit_args(lambda w, x: x @ w)
