@@ -367,7 +367,7 @@ bool by_integers(const Weights& w, const Activations& x, float* y, Team team) {
   rounded.place(scratch<1>(rounded.size()));
   integers.in_group > 1 ? round_vectors(integers, x.data, rounded)
                         : round_row(integers, x.data, 0, true, rounded);
-  const auto part = values == kCounted    ? integer_rows<kCounted, 1, 4, 3, true>
+  const auto part = values == kCounted     ? integer_rows<kCounted, 1, 4, 3, true>
                     : values == kTwoBits   ? integer_rows<kTwoBits, 1, 4, 3, true>
                     : values == kThreeBits ? integer_rows<kThreeBits, 1, 4, 3, true>
                                            : integer_rows<kSmallTable, 1, 4, 3, true>;
