@@ -11,7 +11,9 @@ import re
 LIBRARY = pathlib.Path(__file__).resolve().parents[1] / "haiku_implicit"
 MARK = re.compile(r"(?m)^<!-- messages (.+) -->$")
 # Beside exceptions and functions that return them: what warns, and what begins an error's text.
-CALLS = re.compile(r"(\w*(Error|Warning|Damaged|Unsaveable)|warn\w*|warning|expecting|usage)$")
+CALLS = re.compile(
+    r"(\w*(Error|Warning|Damaged|Unsaveable)|\w+_error|warn\w*|warning|expecting|usage)$"
+)
 
 
 def with_messages(page: str) -> str:

@@ -23,6 +23,7 @@ from haiku_implicit.core.materialization import (
     materialization,
     materialization_report,
 )
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Array
 
@@ -134,7 +135,7 @@ def check_type(
     every = OPERATIONS if operations is None else operations
     if not callable(make) or not is_implicit(w := make(0)):
         got = f"a function that returns {type(w).__name__}" if callable(make) else repr(make)
-        raise TypeError(f"make: expected a function that returns an implicit array, got {got}")
+        raise type_error(f"make: expected a function that returns an implicit array, got {got}")
     with materialization("allow"), materialization_report() as report:
         failures = _said("the array itself", {"": _failure(_check_array, make, dense, rtol, atol)})
         if failures:
@@ -215,7 +216,7 @@ def _check_array(
         try:
             found = materialize_array(stacked)
         except Exception as error:
-            raise ValueError(
+            raise value_error(
                 f"core_ndim={w.core_ndim} promises that materialize() accepts batch axes, which come "
                 "first in each field (for a number x: self.x[..., None, None]), and for two arrays, "
                 f"stacked, it raises {error}"
@@ -227,13 +228,13 @@ def _check_fields(w: ImplicitArray) -> None:
     """Checks that fields hold arrays, and metadata values that are hashable."""
     for keys, leaf in jax.tree_util.tree_leaves_with_path(w):
         if not hasattr(leaf, "shape"):
-            raise TypeError(
+            raise type_error(
                 f"the field {jax.tree_util.keystr(keys, simple=True)} holds {leaf!r}, which is no "
                 "array. Give it jnp.asarray(...), or declare it as metadata, with hki.aux_field()"
             )
     for name, value in static_items(w).items():
         if isinstance(value, jax.Array | np.ndarray):
-            raise TypeError(
+            raise type_error(
                 f"the field {name} is declared with aux_field(), for hashable metadata, and holds an "
                 "array. A field of arrays needs no declaration, or frozen_field() if it is not trained"
             )

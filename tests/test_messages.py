@@ -1,5 +1,7 @@
 """The messages that `docs/errors.md` explains are those that people see, and the ways out work."""
 
+import ast
+import builtins
 import dataclasses
 import logging
 import pathlib
@@ -21,7 +23,7 @@ import haiku_implicit as hki
 from docs import list_messages
 from haiku_implicit.core import serialization
 from haiku_implicit.core.array import ImplicitArray
-from haiku_implicit.core.messages import imported
+from haiku_implicit.core.messages import _SECTIONS, imported
 from haiku_implicit.quantized.cpu import build
 from tests.pages import DOCS, ROOT
 from tests.tiers import few
@@ -403,7 +405,23 @@ def test_a_message_on_the_page_is_what_people_see(start):
 def test_each_link_leads_to_a_section_and_each_section_has_a_link():
     sources = [path.read_text() for path in (ROOT / "haiku_implicit").rglob("*.py")]
     links = {link for text in sources for link in re.findall(r"""see\(["'](.+?)["']\)""", text)}
-    assert links == {*OURS, "files"}
+    rest = (DOCS / "errors.md").read_text().partition("\n## All other messages\n")[2]
+    shared = {x.lower().replace(" ", "-") for x in re.findall("(?m)^### (.+)", rest)}
+    assert {*OURS} < links <= {*OURS, *shared} and shared == set(_SECTIONS.values())
+
+
+def test_errors_of_python_types_end_in_a_link():
+    """`value_error` and `type_error` make most of them. Protocols, tries and reports keep their own."""
+    kept = {"AttributeError", "KeyError", "EOFError", "AssertionError", "PermissionError"}
+    wrong = []
+    for path in (ROOT / "haiku_implicit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+                name, text = node.func.id, ast.unparse(node)
+                is_error = name.endswith("Error") and name in vars(builtins) and name not in kept
+                if is_error and not re.search(r"see\(|linked\(|errno|\(text\)", text):
+                    wrong.append(f"{path.name}:{node.lineno}: {text}")
+    assert not wrong
 
 
 def test_the_site_has_every_message():

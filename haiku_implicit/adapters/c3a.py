@@ -11,6 +11,7 @@ from haiku_implicit.adapters.operators import Operator
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.drawing import zeros
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array
 
 
@@ -67,7 +68,7 @@ class C3A(Adapter):
         """
         *lead, n, m = w.shape
         if n % block_size or m % block_size:
-            raise ValueError(f"block_size: expected a divisor of {n} and {m}, got {block_size}")
+            raise value_error(f"block_size: expected a divisor of {n} and {m}, got {block_size}")
         shape = (*lead, n // block_size, m // block_size, block_size)
         return cls(w, zeros(shape, w.dtype))
 

@@ -12,6 +12,7 @@ from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array
 
 
@@ -68,7 +69,9 @@ class GraLoRA(Adapter):
         super().check_options(options)
         blocks = options.get("blocks", 2)
         if options.get("rank", blocks) % blocks:
-            raise ValueError(f"rank: expected a multiple of blocks={blocks}, got {options['rank']}")
+            raise value_error(
+                f"rank: expected a multiple of blocks={blocks}, got {options['rank']}"
+            )
 
     @classmethod
     def create(
@@ -83,7 +86,7 @@ class GraLoRA(Adapter):
         """
         *lead, n, m = w.shape
         if n % blocks or m % blocks:
-            raise ValueError(f"blocks: expected a divisor of {n} and {m}, got {blocks}")
+            raise value_error(f"blocks: expected a divisor of {n} and {m}, got {blocks}")
         a = uniform(key, (*lead, blocks, n // blocks, rank), w.dtype)
         b = zeros((*lead, blocks, rank, m // blocks), w.dtype)
         return cls(w, a, b, alpha_or(alpha, rank, tuple(lead)))

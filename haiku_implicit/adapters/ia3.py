@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array
 
 
@@ -29,7 +30,7 @@ class IA3(Adapter):
     @classmethod
     def create(cls, w: Array, key: jax.Array, *, axis: int = -1) -> Self:
         if axis not in (-2, -1):
-            raise ValueError(f"axis: expected -2 or -1, got {axis!r}")
+            raise value_error(f"axis: expected -2 or -1, got {axis!r}")
         return cls(w, jnp.ones((*w.shape[:-2], w.shape[axis]), w.dtype), axis)
 
     @property

@@ -15,6 +15,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.sharding import axis_names
 from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive, Result
 
@@ -87,9 +88,9 @@ class LoCon(Adapter):
         """
         ndim = kernel_ndim or w.ndim
         if not -ndim <= axis < 0:
-            raise ValueError(f"axis: expected -{ndim} to -1, got {axis}")
+            raise value_error(f"axis: expected -{ndim} to -1, got {axis}")
         if rank < 1:
-            raise ValueError(f"rank: expected a positive integer, got {rank}")
+            raise value_error(f"rank: expected a positive integer, got {rank}")
         lead, kernel = w.shape[: w.ndim - ndim], list(w.shape[w.ndim - ndim :])
         outputs, kernel[axis] = kernel[axis], rank
         bound = (math.prod(kernel) // rank) ** -0.5

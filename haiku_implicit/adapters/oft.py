@@ -10,6 +10,7 @@ from haiku_implicit.adapters.operators import BlockDiagonal
 from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array
 
 
@@ -34,7 +35,7 @@ class OFT(Adapter):
     def create(cls, w: Array, key: jax.Array, *, block_size: int) -> Self:
         n = w.shape[-2]
         if not 0 < block_size <= n or n % block_size:
-            raise ValueError(f"block_size: expected a divisor of the {n} inputs, got {block_size}")
+            raise value_error(f"block_size: expected a divisor of the {n} inputs, got {block_size}")
         entries = block_size * (block_size - 1) // 2
         return cls(w, jnp.zeros((*w.shape[:-2], n // block_size, entries), w.dtype))
 
@@ -72,12 +73,12 @@ class BOFT(Adapter):
         """
         *lead, n, m = w.shape
         if factors < 1 or (factors > 1 and block_size % 2) or block_size < 2:
-            raise ValueError(
+            raise value_error(
                 "block_size, factors: expected an even block size and one factor or more, got "
                 f"{block_size} and {factors}"
             )
         if n % (block_size << (factors - 1)):
-            raise ValueError(
+            raise value_error(
                 f"block_size, factors: expected block_size * 2^(factors - 1) to divide the {n} inputs, "
                 f"got {block_size} and {factors}"
             )
@@ -103,7 +104,7 @@ def _rotations(upper: jax.Array) -> jax.Array:
     entries = upper.shape[-1]
     size = round((1 + (1 + 8 * entries) ** 0.5) / 2)
     if size * (size - 1) // 2 != entries:
-        raise ValueError(f"upper: expected size * (size - 1) / 2 entries, got {entries}")
+        raise value_error(f"upper: expected size * (size - 1) / 2 entries, got {entries}")
     rows, columns = jnp.triu_indices(size, 1)
     q = jnp.zeros((*upper.shape[:-1], size, size), upper.dtype).at[..., rows, columns].set(upper)
     q = (q - q.mT).astype(jnp.promote_types(q.dtype, jnp.float32))

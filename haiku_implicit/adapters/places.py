@@ -12,6 +12,7 @@ from haiku_implicit.adapters.operators import Operator, mapped
 from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.adapter import Adapter, filled
 from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array
 
 
@@ -29,7 +30,7 @@ def _check_places(owner: Any, shape: Sequence[int]) -> None:
         places = jax.device_get(places)  # (an explicit transfer, which guards may allow)
         beyond = places[(places < 0) | (places >= size)]
         if beyond.size:
-            raise ValueError(
+            raise value_error(
                 f"{type(owner).__name__}: {name}: expected numbers from 0 to {size - 1}, for a matrix "
                 f"{list(shape)}, got {beyond.flat[0]}"
             )
@@ -50,7 +51,7 @@ def _places(
     """
     *lead, n, m = shape
     if not 0 < count <= n * m:
-        raise ValueError(f"{name}: expected 1 to {n * m} for a weight [{n}, {m}], got {count}")
+        raise value_error(f"{name}: expected 1 to {n * m} for a weight [{n}, {m}], got {count}")
     step = n * m // count
     start = np.arange(count, dtype=np.int64) * step  # (may not fit into JAX's integers)
     start = start.reshape(*(1 for _ in lead), count)

@@ -15,6 +15,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN, aux_field
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 
@@ -46,11 +47,11 @@ class TrainedRows(Adapter, method="trained_rows", linear_in=("w", "rows")):
         """Makes an adapter for the rows with these indices."""
         index = np.asarray(ids)
         if index.ndim != 1 or not index.size or not np.issubdtype(index.dtype, np.integer):
-            raise ValueError(f"ids: expected a list of integers, got {ids!r}")
+            raise value_error(f"ids: expected a list of integers, got {ids!r}")
         if len(set(index.tolist())) < len(index):
-            raise ValueError(f"ids: expected each index once, got {ids!r}")
+            raise value_error(f"ids: expected each index once, got {ids!r}")
         if index.min() < 0 or index.max() >= w.shape[-2]:
-            raise ValueError(f"ids: expected indices of the {w.shape[-2]} rows, got {ids!r}")
+            raise value_error(f"ids: expected indices of the {w.shape[-2]} rows, got {ids!r}")
         rows = use_implicit_args(lambda w: dense(w[..., index, :]))(w)
         return cls(w, rows, jnp.broadcast_to(jnp.asarray(index, jnp.int32), rows.shape[:-1]))
 

@@ -11,7 +11,7 @@ from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import ImplicitArray, IncompleteError
 from haiku_implicit.core.fields import aux_field
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, value_error
 from haiku_implicit.core.typing import Array, Params
 
 # The module and name of the bank in a tree of parameters.
@@ -81,13 +81,13 @@ class VBLoRA(Adapter):
         if vector_length < 1 or n % vector_length or m % vector_length:
             common = math.gcd(n, m)
             fitting = [str(size) for size in range(1, common + 1) if common % size == 0]
-            raise ValueError(
+            raise value_error(
                 f"vector_length: expected a divisor of both sides of the weight, {n} and {m}, got "
                 f"{vector_length}; those are {', '.join(fitting)}. One length serves the whole tree: "
                 "leave weights that it does not divide out by exclude="
             )
         if not 0 < top_k <= num_vectors:
-            raise ValueError(f"top_k: expected 1 to {num_vectors} (num_vectors), got {top_k}")
+            raise value_error(f"top_k: expected 1 to {num_vectors} (num_vectors), got {top_k}")
         keys = jax.random.split(key)
         shape_of_a = (*lead, n // vector_length, rank, num_vectors)
         shape_of_b = (*lead, rank, m // vector_length, num_vectors)
@@ -109,7 +109,7 @@ class VBLoRA(Adapter):
             return {**params, MODULE: {NAME: VectorBank(vectors)}}
         has, wanted = params[MODULE][NAME].shape, (count, length)
         if has != wanted:
-            raise ValueError(
+            raise value_error(
                 f"num_vectors, vector_length: the tree has a bank of {has} already, got {wanted}"
             )
         return params

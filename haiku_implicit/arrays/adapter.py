@@ -10,6 +10,7 @@ import numpy as np
 from haiku_implicit.core.array import data_names
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import FROZEN
+from haiku_implicit.core.messages import see, value_error
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers.options import is_positive_integer
@@ -86,7 +87,7 @@ class Adapter(Wrapper, core_ndim=2):
         """Raises for options of `create` that fit no weight."""
         for name in cls.positive_options:
             if name in options and not is_positive_integer(options[name]):
-                raise ValueError(f"{name}: expected a positive integer, got {options[name]!r}")
+                raise value_error(f"{name}: expected a positive integer, got {options[name]!r}")
 
     @classmethod
     def options_for(cls, path: str, ndim: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +116,9 @@ class Adapter(Wrapper, core_ndim=2):
     def materialize(self) -> jax.Array:
         equal = self.equivalent()
         if equal is NotImplemented:
-            raise NotImplementedError(f"{type(self).__name__} has no equivalent()")
+            raise NotImplementedError(
+                f"{type(self).__name__} has no equivalent() {see('arguments-and-types')}"
+            )
         return dense(equal)
 
     def widened(self, x: jax.Array) -> jax.Array:
@@ -170,7 +173,7 @@ def method_named(name: str) -> type[Adapter] | None:
     package = __name__.partition(".")[0]
     if len({cls.__module__.partition(".")[0] == package for cls in found}) > 1:
         names = " and ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found)
-        raise ValueError(f"method: {name!r} is the name of {names}. Give the class")
+        raise value_error(f"method: {name!r} is the name of {names}. Give the class")
     return found[-1] if found else None
 
 

@@ -17,6 +17,7 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import named, primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import call_interpreted
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.sharding import is_split
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 
@@ -63,7 +64,7 @@ class Concatenated(ImplicitArray):
             found = ", ".join(
                 f"{x.dtype.name}{shape}" for x, shape in zip(self.parts, shapes, strict=True)
             )
-            raise ValueError(
+            raise value_error(
                 "Concatenated: expected parts of one dtype whose shapes differ in axis "
                 f"{self.axis} alone, got {found}"
             )

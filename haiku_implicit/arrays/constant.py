@@ -24,7 +24,7 @@ from haiku_implicit.core.dispatch import named, primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler, densify
 from haiku_implicit.core.literals import at_trace_time
-from haiku_implicit.core.messages import expecting
+from haiku_implicit.core.messages import expecting, type_error, value_error
 from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, EqnParams, Primitive, Result
 
 
@@ -106,7 +106,7 @@ class SymbolicConstant(ImplicitArray, core_ndim=0, warn_on_materialize=False):
 
 def _as_scalar(value: Array, dtype: DType | None) -> jax.Array:
     if isinstance(value, jax.core.Tracer) or is_implicit(value):
-        raise TypeError(
+        raise type_error(
             f"value: expected a number that is known when the program is traced, got {value!r}. "
             "Make the array of a traced value with jnp.full."
         )
@@ -114,20 +114,20 @@ def _as_scalar(value: Array, dtype: DType | None) -> jax.Array:
         with at_trace_time():
             scalar = jnp.asarray(value, dtype)
     except OverflowError:
-        raise ValueError(f"value: {value!r} does not fit {dtype or 'the default dtype'}") from None
+        raise value_error(f"value: {value!r} does not fit {dtype or 'the default dtype'}") from None
     except (TypeError, ValueError) as error:
-        raise TypeError(f"value, dtype: expected a number, got {value!r}, {dtype!r}") from error
+        raise type_error(f"value, dtype: expected a number, got {value!r}, {dtype!r}") from error
     with expecting(f"value: expected one number, got an array of shape {scalar.shape}"):
         chex.assert_rank(scalar, 0)
     if jax.dtypes.issubdtype(scalar.dtype, jax.dtypes.extended):
-        raise TypeError(f"dtype: expected a dtype of numbers, got {scalar.dtype}")
+        raise type_error(f"dtype: expected a dtype of numbers, got {scalar.dtype}")
     return scalar
 
 
 def _checked_shape(shape: Sequence[int]) -> Any:
     lengths = shape if isinstance(shape, tuple | list) else (shape,)
     if any(n is None or isinstance(n, int) and n < 0 for n in lengths):
-        raise ValueError(f"shape: expected lengths of 0 or more, got {shape!r}")
+        raise value_error(f"shape: expected lengths of 0 or more, got {shape!r}")
     return shape
 
 

@@ -20,7 +20,7 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
-from haiku_implicit.core.messages import expecting, see
+from haiku_implicit.core.messages import expecting, see, type_error, value_error
 from haiku_implicit.core.sharding import padded_spec
 from haiku_implicit.core.typing import (
     Array,
@@ -207,7 +207,7 @@ def _own_alpha(rank: int, alpha: float | None, rank_stabilized: bool) -> float:
         alpha = _STABILIZED_ALPHA if rank_stabilized else rank
     real = isinstance(alpha, int | float | np.integer | np.floating)
     if not real or not math.isfinite(alpha):
-        raise ValueError(f"alpha: expected None or a finite number, got {alpha!r}")
+        raise value_error(f"alpha: expected None or a finite number, got {alpha!r}")
     return alpha * math.sqrt(rank) if rank_stabilized else alpha
 
 
@@ -232,10 +232,10 @@ def _as_alpha(alpha: Array, batch: Sequence[int]) -> Array:
     """An `alpha` for each stacked matrix, from one number or an array of them."""
     if isinstance(alpha, numbers.Real):
         if not math.isfinite(alpha):
-            raise ValueError(f"LoRA: alpha must be finite, got {alpha!r}")
+            raise value_error(f"LoRA: alpha must be finite, got {alpha!r}")
         return np.full(batch, alpha, np.float32)
     if not jnp.issubdtype(getattr(alpha, "dtype", object), jnp.floating):
-        raise TypeError(
+        raise type_error(
             f"LoRA: alpha must be a real number, an array of them, or None, got {alpha!r}"
         )
     with expecting(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from haiku_implicit.arrays import drawing
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 
@@ -72,7 +73,7 @@ class Orthogonal(LoRAInit):
 
     def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         if rank % 2:
-            raise ValueError(f"init: 'orthogonal' needs an even rank, got {rank}")
+            raise value_error(f"init: 'orthogonal' needs an even rank, got {rank}")
         *lead, n, m = w.shape
         keys = jax.random.split(key, 3)
         q, _ = jnp.linalg.qr(jax.random.normal(keys[0], (*lead, rank, rank)))
@@ -128,9 +129,9 @@ class FromData(LoRAInit):
         """
         own, kind = _by_path(data, self.path), type(self).__name__
         if own is None:
-            raise ValueError(f"init: {kind} has no {name} of {self.path}, only of {[*data]}")
+            raise value_error(f"init: {kind} has no {name} of {self.path}, only of {[*data]}")
         if own.shape != shape:
-            raise ValueError(
+            raise value_error(
                 f"init: expected {name} {[*shape]} of {self.path}, got {list(own.shape)}"
             )
         return jnp.asarray(own, jnp.float32)
@@ -248,7 +249,7 @@ class LoRAGA(FromData):
     def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         w = _dense("LoRAGA", w)
         if 2 * rank > min(w.shape[-2:]):
-            raise ValueError(
+            raise value_error(
                 f"init: LoRAGA needs twice the rank, {2 * rank}, of singular values; a weight "
                 f"{list(w.shape)} has {min(w.shape[-2:])}"
             )
@@ -285,7 +286,7 @@ class LoftQ(LoRAInit):
 
     def __post_init__(self) -> None:
         if self.iterations < 1:
-            raise ValueError(f"iterations: expected 1 or more, got {self.iterations}")
+            raise value_error(f"iterations: expected 1 or more, got {self.iterations}")
 
     def parts(self, w: Array, rank: int, scale: float, key: jax.Array) -> Parts:
         rest = w = _dense("LoftQ", w)
@@ -321,7 +322,9 @@ def init_of(init: LoRAInit | Initializer | str | None) -> LoRAInit:
     """
     if isinstance(init, str):
         if init not in BY_NAME:
-            raise ValueError(f"init: expected a function or one of {sorted(BY_NAME)}, got {init!r}")
+            raise value_error(
+                f"init: expected a function or one of {sorted(BY_NAME)}, got {init!r}"
+            )
         return BY_NAME[init]
     return init if isinstance(init, LoRAInit) else Drawn(init or drawing.uniform)
 
@@ -336,7 +339,9 @@ def truncated(w: jax.Array, rank: int, scale: float) -> tuple[jax.Array, jax.Arr
 
 def _check_scale(scale: float) -> None:
     if scale <= 0:
-        raise ValueError(f"alpha: expected a positive number for this init, got a scale of {scale}")
+        raise value_error(
+            f"alpha: expected a positive number for this init, got a scale of {scale}"
+        )
 
 
 def _choose(condition: jax.Array, new: Array, old: Array) -> Array:
@@ -359,7 +364,7 @@ def _with_rest(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Parts:
 
 def _dense(name: str, w: Array) -> jax.Array:
     if is_implicit(w):
-        raise ValueError(
+        raise value_error(
             f"init: {name} decomposes a dense weight, and this one is {w!r}; put LoRA on the dense "
             "weight, and quantize what is left of it with quantize_params"
         )

@@ -18,6 +18,7 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.sharding import axis_names
 from haiku_implicit.core.typing import Array, EqnParam, EqnParams, Primitive, Result
 from haiku_implicit.quantized.types.ruled import RuledWeight
@@ -119,12 +120,12 @@ def unfolded(w: Array, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[A
     """
     last = [*inputs, *outputs]
     if not inputs or not outputs or sorted(last) != list(range(-len(last), 0)):
-        raise ValueError(
+        raise value_error(
             "matrix axes: expected inputs and outputs that are together the last axes of the tensor, "
             f"from the end (such as [-3] and [-2, -1]), got {list(inputs)} and {list(outputs)}"
         )
     if len(last) > len(w.shape):
-        raise ValueError(
+        raise value_error(
             f"matrix axes: inputs {list(inputs)} and outputs {list(outputs)} are {len(last)} axes, and "
             f"the tensor has the shape {list(w.shape)}"
         )

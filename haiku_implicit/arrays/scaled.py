@@ -18,7 +18,7 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field, product_dtype
 from haiku_implicit.core.interpreter import default_handler
-from haiku_implicit.core.messages import expecting
+from haiku_implicit.core.messages import expecting, value_error
 from haiku_implicit.core.sharding import in_type, padded_spec
 from haiku_implicit.core.typing import Array, DType, EqnParam, EqnParams, Primitive, Result
 from haiku_implicit.core.wrapper import Wrapper
@@ -62,7 +62,7 @@ class ScaledMatrix(Wrapper, core_ndim=2, linear_in="matrix"):
 
     def __post_init__(self) -> None:
         if self.axis not in (-2, -1):
-            raise ValueError(f"ScaledMatrix: axis must be -2 or -1, got {self.axis!r}")
+            raise value_error(f"ScaledMatrix: axis must be -2 or -1, got {self.axis!r}")
         for name in ("matrix", "scale"):
             dtype = np.dtype(getattr(getattr(self, name), "dtype", object))
             sentence = f"ScaledMatrix: {name} must be of a floating dtype, got {dtype.name}"

@@ -19,6 +19,7 @@ from haiku_implicit.core.array import ArrayValue, short
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.dispatch import named, primitive_handler
 from haiku_implicit.core.interpreter import default_handler
+from haiku_implicit.core.messages import type_error
 from haiku_implicit.core.typing import DType, EqnParam, Primitive, Result
 
 # An optimizer that meets these zeros was not told which arrays are frozen.
@@ -70,7 +71,7 @@ class Zeros(SymbolicConstant, metaclass=_TellsTheWayOut):
         try:
             return super().__jax_array__()
         except TypeError as error:
-            raise TypeError(f"{error} Zeros may be {_WAY_OUT}.") from None
+            raise type_error(f"{error} Zeros may be {_WAY_OUT}.") from None
 
 
 def _zeros(out: jax.ShapeDtypeStruct) -> Zeros:

@@ -7,6 +7,7 @@ from typing import Any
 from absl import flags
 
 from haiku_implicit.command_line import program
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.files.file_types import kind_of
 from haiku_implicit.files.loading import load, open_checkpoint
 from haiku_implicit.files.saving import save
@@ -105,7 +106,7 @@ def _kind_of(source: str) -> str:
     known = {"gguf": "gguf", "peft": "peft", "saved": "adapter"}
     known |= dict.fromkeys(("hub", "safetensors", "folder"), "hugging_face")
     if kind.name not in known:
-        raise ValueError(
+        raise value_error(
             f"{source}: expected a GGUF file, one of safetensors, a folder of the Hugging Face hub or "
             f"one of PEFT; this is {kind.what}. {kind.way_out}"
         )
@@ -128,7 +129,7 @@ def _convert_adapter(
     else:
         adapter = load(source)
         if not isinstance(adapter, AdapterParts):
-            raise ValueError(
+            raise value_error(
                 f"{source}: this library's file already, and not an adapter apart from its base, which "
                 "would become a folder of PEFT. For a GGUF file, TARGET ends in .gguf"
             )

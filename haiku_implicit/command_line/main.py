@@ -20,6 +20,7 @@ from haiku_implicit.arrays.adapter import method_names
 from haiku_implicit.command_line import program
 from haiku_implicit.command_line.convert import convert
 from haiku_implicit.core.array import is_implicit, known_struct
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array, Params, Tree
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.saving import save
@@ -183,13 +184,13 @@ def merge(values: flags.FlagValues, source: str, target: str) -> program.Said:
             try:
                 adapter = get_adapter(adapter)
             except (ValueError, TypeError) as e:
-                raise ValueError(f"{values.adapter}: there is no adapter in it ({e})") from e
+                raise value_error(f"{values.adapter}: there is no adapter in it ({e})") from e
         try:
             params = set_adapter(params, adapter, check_base=not values.any_base)
         except ValueError as e:  # it names the argument of the function
-            raise ValueError(str(e).replace("check_base=False", "--any_base")) from e
+            raise value_error(str(e).replace("check_base=False", "--any_base")) from e
     if not any(has_adapter(parameter.value) for parameter in parameters_of(params)):
-        raise ValueError(
+        raise value_error(
             f"{source}: there are no adapters in it; --adapter=FILE takes one from a file, and "
             "--trained=FILE the arrays that hki.freeze returned"
         )
@@ -207,7 +208,7 @@ def _with_trained(params: Params, path: str) -> Params:
     """Parameters with the arrays in a file that `freeze` trained."""
     run = load(path)
     if not isinstance(run, Mapping):
-        raise ValueError(
+        raise value_error(
             f"{path}: expected the arrays that hki.freeze returned, or a run that has them as "
             f"'trained', got {type(run).__name__}. --adapter=FILE takes an adapter"
         )
@@ -222,7 +223,7 @@ def _with_trained(params: Params, path: str) -> Params:
             model.check_digests(run["digests"])
         return model.params(trained)
     except (ValueError, TypeError, AttributeError) as e:
-        raise ValueError(f"{path}: {e}") from e
+        raise value_error(f"{path}: {e}") from e
 
 
 # --- diff ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from haiku_implicit.core.messages import printable
+from haiku_implicit.core.messages import printable, value_error
 from haiku_implicit.core.typing import Tree
 from haiku_implicit.files.loading import load
 from haiku_implicit.files.replacing import checked_target
@@ -277,7 +277,7 @@ def part_of(tree: Tree, values: flags.FlagValues, path: str) -> Tree:
     for key in values.key.split("/") if values.key else ():
         if not isinstance(tree, Mapping) or key not in tree:
             found = ", ".join(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__name__
-            raise ValueError(f"{path}: --key: there is no {key!r}; there is {found}")
+            raise value_error(f"{path}: --key: there is no {key!r}; there is {found}")
         tree = tree[key]
     return tree
 
@@ -286,18 +286,18 @@ def read(values: flags.FlagValues, path: str) -> Tree:
     """Reads the parameters in a file: a mapping of modules to mappings of arrays."""
     tree = part_of(load(path), values, path)
     if isinstance(tree, AdapterParts):
-        raise ValueError(
+        raise value_error(
             f"{path}: this is an adapter apart from its base; `merge --adapter` takes one"
         )
     modules = tree.items() if isinstance(tree, Mapping) else ()
     for name, own in modules:
         if not isinstance(own, Mapping) or not all(hasattr(x, "shape") for x in own.values()):
-            raise ValueError(
+            raise value_error(
                 f"{path}: expected a model's parameters, a mapping of modules to mappings of arrays; "
                 f"{name!r} is no module. --key=NAME takes a part of the file"
             )
     if not modules:
-        raise ValueError(f"{path}: expected a model's parameters, got {type(tree).__name__}")
+        raise value_error(f"{path}: expected a model's parameters, got {type(tree).__name__}")
     return tree
 
 

@@ -23,7 +23,7 @@ from haiku_implicit.core.fields import (
     as_shape,
     canonical,
 )
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, type_error
 from haiku_implicit.core.typing import Array, Tree, TreeDef
 
 # The keywords of a class, as the docstring of `ImplicitArray` describes them.
@@ -292,7 +292,7 @@ class ImplicitArray(abc.ABC):
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError(f"len() of a {type(self).__name__} without axes")
+            raise type_error(f"len() of a {type(self).__name__} without axes")
         return self.shape[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -437,7 +437,7 @@ def _check_decorated(cls: type) -> None:
     """Raises if a class annotates fields without `@dataclass`, or names unknown ones in `linear_in`."""
     own = {f.name for f in dataclasses.fields(cls)}
     if unknown := [name for name in getattr(cls, "linear_in", None) or () if name not in own]:
-        raise TypeError(f"{cls.__name__}: linear_in: it has no field {', '.join(unknown)}")
+        raise type_error(f"{cls.__name__}: linear_in: it has no field {', '.join(unknown)}")
     known = own | {*dir(ImplicitArray)}
     for base in cls.__mro__:
         if not issubclass(base, ImplicitArray) or "__dataclass_fields__" in base.__dict__:
@@ -448,7 +448,7 @@ def _check_decorated(cls: type) -> None:
             if name not in known and "ClassVar" not in str(kind)
         ]
         if fields:
-            raise TypeError(
+            raise type_error(
                 f"the fields {', '.join(fields)} of {base.__name__} are annotated, but the class is "
                 "not a dataclass. Write @dataclasses.dataclass above it (and ClassVar[...] for what "
                 "belongs to the class)"
@@ -615,7 +615,7 @@ def _abstract_value(x: ImplicitArray) -> jax.core.ShapedArray:
             out = materialized_struct(x)
         except RecursionError:
             missing = "shape" if shape is None else "dtype"
-            raise TypeError(
+            raise type_error(
                 f"{cls.__name__}: its {missing} is not known. Give {missing}= to the constructor, or "
                 f"define compute_{missing}() or default_{missing} in the class."
             ) from None

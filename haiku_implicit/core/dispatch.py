@@ -15,6 +15,7 @@ from jax.extend.core import primitives as jex_primitives
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.typing import Primitive, Result
 
 Rule = Callable[..., Result]
@@ -192,10 +193,10 @@ def _as_primitive(primitive: Primitive | str) -> Primitive:
     if isinstance(primitive, Primitive):
         return primitive
     if not isinstance(primitive, str):
-        raise TypeError(f"primitives: expected primitives or their names, got {primitive!r}")
+        raise type_error(f"primitives: expected primitives or their names, got {primitive!r}")
     if found := _find(primitive.removesuffix("_p")):
         return found
-    raise ValueError(
+    raise value_error(
         f"primitives: no primitive is called {primitive!r} in jax.lax or "
         "jax.extend.core.primitives; pass the primitive object itself"
     )

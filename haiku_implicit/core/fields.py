@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax import export
 
+from haiku_implicit.core.messages import type_error
 from haiku_implicit.core.typing import Array, DType
 
 AUX = "haiku_implicit_aux"
@@ -71,7 +72,7 @@ def as_shape(shape: Sequence[int]) -> tuple[Any, ...]:
         lengths: Array = shape if isinstance(shape, tuple | list) else np.atleast_1d(shape)
         return tuple(n if export.is_symbolic_dim(n) else int(n) for n in lengths)
     except (TypeError, ValueError):
-        raise TypeError(f"shape: expected a sequence of integers, got {shape!r}") from None
+        raise type_error(f"shape: expected a sequence of integers, got {shape!r}") from None
 
 
 def as_dtype(dtype: DType) -> Any:

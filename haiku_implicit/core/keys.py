@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.typing import Array, Key
 
 # A random key; or a function that makes keys, such as `hk.next_rng_key`.
@@ -32,17 +33,17 @@ def as_key(key: Any) -> jax.Array:
         return jax.random.wrap_key_data(_one(key, shape, 1))
     is_seed = dtype is not None and jax.dtypes.issubdtype(dtype, np.integer) and not shape
     if isinstance(key, bool) or not (is_seed or isinstance(key, numbers.Integral)):
-        raise TypeError(
+        raise type_error(
             f"key: expected a random key, as jax.random.key(0) returns, or an integer seed, got {key!r}"
         )
     try:
         return jax.random.key(key)
     except OverflowError as e:
-        raise ValueError(f"key: expected a seed of at most 64 bits, got {key}") from e
+        raise value_error(f"key: expected a seed of at most 64 bits, got {key}") from e
 
 
 def _one(key: Array, shape: tuple[int, ...], axes: int) -> Array:
     """Returns the key, after a check that it is a single one."""
     if len(shape) > axes:
-        raise ValueError(f"key: expected one random key, got an array of them, {list(shape)}")
+        raise value_error(f"key: expected one random key, got an array of them, {list(shape)}")
     return key

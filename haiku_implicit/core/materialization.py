@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 from jax import export
 from jax.extend import source_info_util
 
-from haiku_implicit.core.messages import JAX, LIBRARIES, see, text_table, warn_caller
+from haiku_implicit.core.messages import JAX, LIBRARIES, see, text_table, value_error, warn_caller
 from haiku_implicit.core.typing import Array
 
 Policy = Literal["allow", "warn", "error"]
@@ -207,7 +207,7 @@ def materialization(policy: Policy) -> Iterator[None]:
       haiku_implicit.core.materialization.MaterializationError: LoRA float32[2,3] was materialized ...
     """
     if policy not in get_args(Policy):
-        raise ValueError(f"policy: expected one of {', '.join(get_args(Policy))}, got {policy!r}")
+        raise value_error(f"policy: expected one of {', '.join(get_args(Policy))}, got {policy!r}")
     token = _policy.set(policy)
     try:
         yield

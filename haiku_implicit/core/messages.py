@@ -23,6 +23,16 @@ LIBRARIES = (
 )
 
 _PREFIX = re.compile(r"\[Chex\] Assertion (\w+) failed:")
+_LINK = re.compile(r"\s*(\(docs/errors\.md#[\w-]+\))")
+# The section of docs/errors.md that lists the messages of a module without a section of their own.
+_SECTIONS = {
+    "core.serialization": "files",
+    "files": "files",
+    "interchange": "files",
+    "mox": "module-expressions",
+    "command_line": "on-the-command-line",
+    "": "arguments-and-types",
+}
 
 
 def warn_caller(message: str) -> None:
@@ -48,11 +58,38 @@ def see(section: str) -> str:
     return f"(docs/errors.md#{section})"
 
 
+def linked(text: str, section: str) -> str:
+    """Puts one link at the end of a message, which may have another error's text in its middle.
+
+    Args:
+      text: the message, with any number of links.
+      section: the section to link, if the text has no link to a section of its own.
+    """
+    own = [link for link in _LINK.findall(text) if link not in map(see, _SECTIONS.values())]
+    return f"{_LINK.sub('', text)} {[see(section), *own][-1]}"
+
+
+def value_error(text: str) -> ValueError:
+    """Returns a `ValueError` whose text ends in the link to the section that lists it."""
+    return ValueError(linked(text, _section()))
+
+
+def type_error(text: str) -> TypeError:
+    """Returns a `TypeError` whose text ends in the link to the section that lists it."""
+    return TypeError(linked(text, _section()))
+
+
+def _section() -> str:
+    """The section of the module that calls the caller."""
+    module = sys._getframe(2).f_globals["__name__"].partition(".")[2]
+    return next(x for name, x in _SECTIONS.items() if module.startswith(name))
+
+
 def check_function(argument: str, fun: Any) -> None:
     """Raises for what can't be called, such as a transformed function in place of its `apply`."""
     if not callable(fun):
         way_out = "; give its field apply, as in model.apply" if hasattr(fun, "apply") else ""
-        raise TypeError(f"{argument}: expected a function, got a {type(fun).__name__}{way_out}")
+        raise type_error(f"{argument}: expected a function, got a {type(fun).__name__}{way_out}")
 
 
 def shown(items: list[str], most: int = 5, separator: str = ", ") -> str:

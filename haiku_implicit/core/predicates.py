@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Union
 
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, type_error
 from haiku_implicit.core.typing import Array
 
 # A function of a module's name, a parameter's name and the parameter, like Haiku's own predicates.
@@ -49,7 +49,7 @@ def predicate_of(
         chosen = _in_list(targets)  # type: ignore[arg-type]
         return lambda module_name, name, value: chosen(path_of(module_name, name))
     if not isinstance(targets, str | re.Pattern):
-        raise TypeError(
+        raise type_error(
             f"{argument}: expected a regular expression over 'module/name', a list of names or "
             "expressions, a predicate (module_name, name, value) -> bool, True or False, "
             f"got {targets!r}"
@@ -67,7 +67,7 @@ def compiled(argument: str, pattern: Any) -> re.Pattern[str]:
     """
     text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
     if not isinstance(text, str):
-        raise TypeError(f"{argument}: expected a regular expression, got {pattern!r}")
+        raise type_error(f"{argument}: expected a regular expression, got {pattern!r}")
     try:
         return re.compile(pattern)
     except re.error as e:

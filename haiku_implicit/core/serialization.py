@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax import export
 
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, type_error, value_error
 from haiku_implicit.core.typing import Json, Tree, TreeDef
 
 T = TypeVar("T")
@@ -134,15 +134,15 @@ def register_tree_type(cls: type[T], *, name: str | None = None) -> type[T]:
     """
     is_tuple = isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
     if not is_tuple and not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        raise TypeError(f"register_tree_type: expected a named tuple or a dataclass, got {cls!r}")
+        raise type_error(f"register_tree_type: expected a named tuple or a dataclass, got {cls!r}")
     if cls in _exported:
-        raise ValueError(f"register_tree_type: {cls.__name__} is registered already, or implicit")
+        raise value_error(f"register_tree_type: {cls.__name__} is registered already, or implicit")
     if name is not None and not (isinstance(name, str) and "." in name):
-        raise ValueError(f"name: expected a text like 'my_project.State', got {name!r}")
+        raise value_error(f"name: expected a text like 'my_project.State', got {name!r}")
     name = name or _short(_full_name(cls))
     known = _checkpoints.get(name)
     if known is not None and _full_name(known.kind) != _full_name(cls):  # not a cell that ran twice
-        raise ValueError(f"name: {name!r} is already the type {known.kind!r}; give another name=")
+        raise value_error(f"name: {name!r} is already the type {known.kind!r}; give another name=")
     fields = cls._fields if is_tuple else tuple(f.name for f in dataclasses.fields(cls))  # type: ignore
     build = functools.partial(_made_of if is_tuple else _filled, cls)
     parts = lambda x: ([getattr(x, field) for field in fields], ())  # noqa: E731
@@ -179,7 +179,7 @@ def node_of(x: Any) -> Node | None:
         return None
     node = _checkpoints[_kinds[kind]]
     if node.kind is not kind:
-        raise TypeError(
+        raise type_error(
             f"another {kind.__name__} has been defined since in {kind.__module__}, and a file could "
             "not tell the two apart. Make the object anew with the present class"
         )
@@ -211,7 +211,7 @@ def naming_lost_types(*trees: Tree) -> Iterator[None]:
         kinds = _kinds_with_fields(lost) if type(lost) is dict else []
         if not kinds:
             raise
-        raise TypeError(
+        raise type_error(
             f"{_path_of(lost, trees)}expected a {' or a '.join(kinds[:3])}, got a dict of its fields "
             f"({', '.join(lost)}). Orbax gives such dicts where it restores a checkpoint without a "
             "target. Give it one: checkpointer.restore(path, target), a tree of the same types, such "
@@ -287,7 +287,7 @@ def decode_node(node: Node, data: Json) -> tuple[Any, ...]:
     children, names = node.fields()
     found, own = data["static"], [name.lstrip("_") for name in names]
     if data["children"] != list(children) or sorted(found) != sorted(own):
-        raise ValueError(
+        raise value_error(
             f"{node.name}: the file has the fields {data['children']} and static {sorted(found)}, the "
             f"class now has {list(children)} and {sorted(own)}. Make the file again"
         )
@@ -314,7 +314,7 @@ def encode(x: Any) -> Json:
     if _statics.get(name) is type(x):
         fields = dataclasses.fields(_statics[name])
         return {"object": [name, {f.name: encode(getattr(x, f.name)) for f in fields}]}
-    raise TypeError(f"{x!r}, of the type {type(x).__name__}")
+    raise type_error(f"{x!r}, of the type {type(x).__name__}")
 
 
 def _dtype_name(x: np.dtype[Any]) -> str:
@@ -350,12 +350,12 @@ def _decoded(data: Json) -> Any:
         return jax.tree_util.tree_structure(_decode_structure(parts))
     if kind == "object":
         return _object_of(*parts)
-    raise ValueError(f"static metadata of an unknown kind: {kind!r}")
+    raise value_error(f"static metadata of an unknown kind: {kind!r}")
 
 
 def _object_of(name: str, values: dict[str, Any]) -> Any:
     if name not in _statics:
-        raise ValueError(f"static metadata of the type {name!r}, which this program does not know")
+        raise value_error(f"static metadata of the type {name!r}, which this program does not know")
     fields = dataclasses.fields(_statics[name])
     return _filled(_statics[name], (), [decode(values[field.name]) for field in fields])
 
@@ -368,7 +368,7 @@ def _encode_structure(treedef: TreeDef) -> Json:
     if kind in (type(None), tuple):
         return [kind.__name__, children]
     if kind not in _exported:
-        raise TypeError(f"a tree with {kind.__name__} in it")
+        raise type_error(f"a tree with {kind.__name__} in it")
     node = _exported[kind]
     return [node.name, children, encode_node(node, aux)]
 
@@ -381,6 +381,6 @@ def _decode_structure(data: Json) -> Tree:
     if name in ("NoneType", "tuple"):
         return tuple(children) if name == "tuple" else None
     if name not in _nodes:
-        raise ValueError(f"a tree with {name!r} in it, which this program does not know")
+        raise value_error(f"a tree with {name!r} in it, which this program does not know")
     node = _nodes[name]
     return node.build(decode_node(node, data[2]), children)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from haiku_implicit.core import progress
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, type_error, value_error
 from haiku_implicit.core.predicates import Targets, check_list, no_match, path_of, predicate_of
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import container, dtypes
@@ -96,7 +96,8 @@ class Checkpoint(Mapping[Any, Any]):
         if key not in children:
             shown = ", ".join(map(repr, list(children)[:20]))
             raise KeyError(
-                f"{self._path or 'the tree'}: has no {key!r}; it has {shown or 'no keys'}"
+                f"{self._path or 'the tree'}: has no {key!r}; it has {shown or 'no keys'} "
+                f"{see('files')}"
             )
         child, path = children[key], structures.joined(self._path, key)
         if _is_value(child):
@@ -142,7 +143,7 @@ def _selected(structure: Structure, only: Targets, file: str) -> Structure:
 
     if isinstance(structure, Leaf) or structure.kind not in structures.MAPPINGS:
         kind = "array" if isinstance(structure, Leaf) else structure.kind
-        raise ValueError(
+        raise value_error(
             f"only: chooses from nested dicts, and here is a {kind}. Open the file with "
             "haiku_implicit.open_checkpoint, and read the part of it that is such a dict"
         )
@@ -188,7 +189,7 @@ class Source:
     def read(self, leaf: Leaf, sharding: Sharding | None = None) -> Array:
         """Reads an array and checks its bytes; puts it on the devices of a sharding, if given."""
         if not self.files:
-            raise ValueError(f"{self.path}: {leaf.name}: the checkpoint has been closed")
+            raise value_error(f"{self.path}: {leaf.name}: the checkpoint has been closed")
         if sharding is not None:
             return _placed(leaf, sharding, lambda: self.read(leaf), self._boxes(leaf))
         if len(leaf.tensors) == 1:
@@ -255,7 +256,7 @@ def _by_name(structure: Structure, shardings: Tree, file: str, path: str) -> dic
 
     def put(sharding: Sharding | None, below: Any) -> None:
         if not _is_place(sharding):
-            raise TypeError(
+            raise type_error(
                 f"shardings: expected a jax.sharding.Sharding or None, got {sharding!r:.80}"
             )
         for x in jax.tree.leaves(below):
@@ -266,7 +267,7 @@ def _by_name(structure: Structure, shardings: Tree, file: str, path: str) -> dic
     try:
         jax.tree.map(put, shardings, tree, is_leaf=_is_place)
     except ValueError as e:
-        raise ValueError(
+        raise value_error(
             "shardings: expected one sharding, or a tree of them that is like the tree in the file or "
             f"a prefix of it: {' '.join(str(e).split()):.500}"
         ) from e

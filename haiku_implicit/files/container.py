@@ -10,14 +10,13 @@ import json
 import math
 import mmap
 import os
-import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from haiku_implicit.core.messages import printable, see
+from haiku_implicit.core.messages import linked, printable, see
 
 METADATA = "__metadata__"
 # Keys in the metadata of a main file, and of the files next to it.
@@ -32,7 +31,6 @@ _MAX_HEADER = 100_000_000
 _LENGTH = 8
 # The most characters of an error, without its link.
 _MAX_TEXT = 1500
-_LINK = r"\(docs/errors\.md#[\w-]+\)"
 
 # Bytes of an element, by the format's name of the dtype.
 WIDTHS = {
@@ -50,14 +48,12 @@ _BITS = {dtype: 8 * width for dtype, width in WIDTHS.items()} | dict(F4=4, F6_E2
 class CheckpointError(ValueError):
     """An invalid file, or a tree that a file cannot hold; the message names the key.
 
-    Its text is one line, since names in a file may contain any characters. It ends in a link: the
-    last one in the text, which may have another error's text in its middle.
+    Its text is one line, since names in a file may contain any characters. It ends in a link.
     """
 
     def __init__(self, text: str):
-        *_, link = [see("files"), *re.findall(_LINK, text)]
-        line = one_line(re.sub(rf"\s*{_LINK}", "", text))
-        super().__init__(f"{line} {link}")
+        message, space, link = linked(text, "files").rpartition(" ")
+        super().__init__(one_line(message) + space + link)
 
 
 def one_line(text: str) -> str:

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.typing import Array, DType
 
 # The names that safetensors gives to dtypes. Every version of it has them all.
@@ -78,13 +79,13 @@ def name_of(x: Any) -> str:
     if is_key(x):
         impls = [impl for impl in _IMPLS if _key_struct(impl).dtype == x.dtype]
         if not impls:
-            raise TypeError(
+            raise type_error(
                 f"files have no {x.dtype}; of random keys they have {', '.join(_IMPLS)}"
             )
         return f"{_KEYS}{impls[0]}"
     name = name_of_dtype(x.dtype)
     if name not in STORED:
-        raise TypeError(
+        raise type_error(
             f"files have no dtype {name}; they have {', '.join(STORED)}, and random keys"
         )
     return name
@@ -168,7 +169,7 @@ def array_of(
     if name == _NONE:
         return np.zeros(shape, dtype)
     if name == "bool" and (data > 1).any():
-        raise ValueError("bytes of booleans that are neither 0 nor 1")
+        raise value_error("bytes of booleans that are neither 0 nor 1")
     if sys.byteorder == "big":
         data = data.view(dtype).byteswap().view(np.uint8)
     host = data.view(dtype).reshape(shape)

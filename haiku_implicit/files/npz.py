@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.files.structure import Structure, describe_modules
@@ -101,20 +102,20 @@ def _header_of(file: zipfile.ZipFile, key: str, member: zipfile.ZipInfo) -> _Hea
             header = np.lib.format.read_array_header_2_0  # 3.0 is this with names in UTF-8
         shape, fortran, dtype = header(stream)
         if dtype.hasobject:
-            raise ValueError(
+            raise value_error(
                 "it holds Python objects, such as a dict; haiku_implicit.save writes trees"
             )
         if dtype.kind not in "biufc":
-            raise ValueError(
+            raise value_error(
                 f"an array of {dtype.name}, which are not numbers. numpy.load reads it; "
                 "haiku_implicit.save writes the parameters among what that gives"
             )
         if any(n < 0 for n in shape):
-            raise ValueError(f"{list(shape)} is not the shape of an array")
+            raise value_error(f"{list(shape)} is not the shape of an array")
         start = stream.tell()
     expected, there = math.prod(shape) * dtype.itemsize, member.file_size - start
     if expected != there:
-        raise ValueError(f"{list(shape)} takes {expected} bytes, it has {there}")
+        raise value_error(f"{list(shape)} takes {expected} bytes, it has {there}")
     return _Header(key, member, dtype, shape, fortran, start)
 
 
@@ -125,5 +126,5 @@ def _data_of(file: zipfile.ZipFile, header: _Header) -> bytes:
         stream.read(header.start)  # `seek` would turn the checksum off
         data = stream.read()
     if len(data) != expected:
-        raise ValueError(f"{list(header.shape)} takes {expected} bytes, it has {len(data)}")
+        raise value_error(f"{list(header.shape)} takes {expected} bytes, it has {len(data)}")
     return data

@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from haiku_implicit.core.messages import see
+
 # Windows lacks such locks, but open files cannot be deleted there.
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
@@ -23,10 +25,10 @@ def checked_target(path: str | os.PathLike[str]) -> str:
     """
     given, real = os.fspath(path), os.path.realpath(path)
     if os.path.isdir(real):
-        raise IsADirectoryError(f"{given}: is a folder; give the name of a file")
+        raise IsADirectoryError(f"{given}: is a folder; give the name of a file {see('files')}")
     if os.path.exists(real) and not os.path.isfile(real):
         # (A file that replaces it would remove it, if the system allows that.)
-        raise OSError(f"{given}: is a pipe or a device; give the name of a file")
+        raise OSError(f"{given}: is a pipe or a device; give the name of a file {see('files')}")
     check_folder(given, os.path.dirname(real))
     return real
 
@@ -44,8 +46,10 @@ def check_folder(given: str, folder: str) -> None:
     if os.path.isdir(folder):
         return
     if os.path.exists(folder):
-        raise NotADirectoryError(f"{given}: {folder} is a file, and not a folder")
-    raise FileNotFoundError(f"{given}: the folder {folder} is not there. Make it first")
+        raise NotADirectoryError(f"{given}: {folder} is a file, and not a folder {see('files')}")
+    raise FileNotFoundError(
+        f"{given}: the folder {folder} is not there. Make it first {see('files')}"
+    )
 
 
 @contextlib.contextmanager

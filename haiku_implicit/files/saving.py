@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from haiku_implicit.core import progress
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, type_error, value_error
 from haiku_implicit.core.typing import Array, Tree
 from haiku_implicit.files import container, dtypes, replacing
 from haiku_implicit.files import structure as structures
@@ -77,11 +77,11 @@ def save(path: Path, tree: Tree, *, max_shard_bytes: int = 2_000_000_000) -> Non
       LoRA(float32[8,4], w=QuantizedMatrix(...), a=float32[8,2], b=float32[2,4], factor=float32[])
     """
     if type(max_shard_bytes) is not int or max_shard_bytes <= 0:
-        raise ValueError(f"max_shard_bytes: expected a positive integer, got {max_shard_bytes!r}")
+        raise value_error(f"max_shard_bytes: expected a positive integer, got {max_shard_bytes!r}")
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path: expected save(path, tree), got a {type(path).__name__} first")
+        raise type_error(f"path: expected save(path, tree), got a {type(path).__name__} first")
     if os.fspath(path).lower().endswith(".gguf"):
-        raise ValueError(
+        raise value_error(
             f"{os.fspath(path)}: expected the name of a safetensors file, which is what save writes, "
             "got that of a GGUF file. haiku_implicit.save_gguf writes these; or name it .safetensors"
         )

@@ -22,7 +22,7 @@ from haiku_implicit.core.array import (
     materialized_struct,
     short,
 )
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, value_error
 from haiku_implicit.core.typing import Array, Json, Tree, TreeDef
 from haiku_implicit.files import dtypes
 from haiku_implicit.files.container import METADATA, CheckpointError, is_shape
@@ -506,7 +506,7 @@ def _check_made(made: Any, dense: tuple[str, tuple[int, ...]] | None, static: st
         _check_whole(made, static)
     own = _dense(made)
     if dense and own and own != (_canonical(dense[0]), dense[1]):
-        raise ValueError(f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}")
+        raise value_error(f"they are {short(made)}, where the file says {dense[0]}{list(dense[1])}")
     _check_leaves(made)
 
 
@@ -516,7 +516,7 @@ def _check_whole(made: ImplicitArray, static: str) -> None:
     kinds = tuple((y.shape, y.dtype) if hasattr(y, "dtype") else None for y in leaves)
     found = _traced(treedef, kinds, jax.dtypes.canonicalize_dtype(np.float64), static)
     if found != (tuple(made.shape), made.dtype):
-        raise ValueError(f"they make {found[1]}{list(found[0])}, not {short(made)}")
+        raise value_error(f"they make {found[1]}{list(found[0])}, not {short(made)}")
 
 
 def _check_leaves(x: ImplicitArray) -> None:
@@ -524,7 +524,7 @@ def _check_leaves(x: ImplicitArray) -> None:
     numbers = (bool, int, float, complex, np.generic)
     for y in flatten_one_level(x)[0]:
         if not (is_implicit(y) or dtypes.is_array(y) or isinstance(y, numbers)):
-            raise ValueError(f"expected arrays and numbers, found a {type(y).__name__}")
+            raise value_error(f"expected arrays and numbers, found a {type(y).__name__}")
 
 
 def _is_part(x: ImplicitArray) -> bool:

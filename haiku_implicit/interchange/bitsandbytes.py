@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.files.container import expect, is_shape, parse_json
 from haiku_implicit.interchange.grouped_codes import grouped
 from haiku_implicit.interchange.safetensors_files import Module, Tensors
@@ -52,7 +53,7 @@ def _four_bits(tensors: Tensors, name: str, state_name: str, format_name: str) -
         packed = tensors.array(name).reshape(-1).view(np.uint8)
         count = math.prod(shape)
         if packed.size != (count + 1) // 2:
-            raise ValueError(f"{packed.size} bytes of codes, expected those of {list(shape)}")
+            raise value_error(f"{packed.size} bytes of codes, expected those of {list(shape)}")
         codes = np.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)[:count]
         scales = _scales(tensors, name, state, -(-count // state["blocksize"]))
         table = tensors.array(f"{name}.quant_map", "F32", (16,))
@@ -60,7 +61,7 @@ def _four_bits(tensors: Tensors, name: str, state_name: str, format_name: str) -
             return _values(codes, table, scales, state["blocksize"]).reshape(shape)
         known = np.asarray(formats.FORMATS[format_name].table, np.float32)
         if not np.array_equal(table, known):
-            raise ValueError(f"quant_map: not that of {format_name}. `dequantize` makes it dense")
+            raise value_error(f"quant_map: not that of {format_name}. `dequantize` makes it dense")
         return _matrix(codes.reshape(shape), scales, state, format_name)
 
     uses = (name, state_name, *(f"{name}.{part}" for part in _PARTS_OF_4))
@@ -107,7 +108,7 @@ def _matrix(
     """A `QuantizedMatrix` of codes `[..., rows, k]`, if a block is a part of a row or several rows."""
     (*lead, rows, k), block = codes.shape, state["blocksize"]
     if k % block and (block % k or rows * k % block):
-        raise ValueError(
+        raise value_error(
             f"blocks of {block} numbers do not begin where the rows of {[*lead, rows, k]} do, which a "
             "QuantizedMatrix can't hold. `dequantize` makes it dense"
         )

@@ -14,7 +14,7 @@ import numpy as np
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.messages import imported
+from haiku_implicit.core.messages import imported, value_error
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.interchange.ggml_blocks import KINDS, block_size, is_packed, packed, unpacked
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -70,10 +70,10 @@ def from_ggml(
     """
     name = kind if isinstance(kind, str) else getattr(kind, "name", kind)
     if name not in KINDS:
-        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+        raise value_error(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     data, size = np.asarray(data), block_size(name)
     if data.dtype != np.uint8 or data.ndim < 2 or data.shape[-1] % size or not data.size:
-        raise ValueError(
+        raise value_error(
             f"data: expected uint8[..., rows, bytes] in whole blocks of {size} bytes for {name!r}, got "
             f"{data.dtype}{list(data.shape)}"
         )
@@ -147,7 +147,7 @@ def to_ggml(weight: Array, kind: Any, *, axis: int = -2) -> np.ndarray:
     """
     name = checked_kind(kind)
     if axis not in (-2, -1):
-        raise ValueError(f"axis: expected -2 or -1, got {axis!r}")
+        raise value_error(f"axis: expected -2 or -1, got {axis!r}")
     exact = kind_of(weight)
     if isinstance(weight, QuantizedMatrix) and exact == name and weight.axis == axis:
         return _blocks_of(weight, name)
@@ -159,7 +159,7 @@ def checked_kind(kind: Any) -> str:
     """Returns the name of a kind; raises if it can't be written."""
     name = kind.upper() if isinstance(kind, str) else getattr(kind, "name", kind)
     if name not in (*DENSE, *RECIPES):
-        raise ValueError(f"kind: expected one of {', '.join((*DENSE, *RECIPES))}, got {kind!r}")
+        raise value_error(f"kind: expected one of {', '.join((*DENSE, *RECIPES))}, got {kind!r}")
     return name
 
 
@@ -207,7 +207,7 @@ def _quantized(rows: np.ndarray, kind: str) -> np.ndarray:
     if kind == "F32":
         return rows
     if rows.shape[-1] % block_elements(kind):
-        raise ValueError(
+        raise value_error(
             f"weight: rows of {rows.shape[-1]} elements are not whole blocks of "
             f"{block_elements(kind)} for {kind!r}"
         )
@@ -234,19 +234,19 @@ def _as_float32(weight: Array) -> np.ndarray:
     with np.errstate(over="ignore"):
         rows = values.astype(np.float32)
     if jnp.issubdtype(values.dtype, jnp.floating) and overflows(values, rows):
-        raise ValueError(f"weight: {values.dtype.name} numbers that are too large for float32")
+        raise value_error(f"weight: {values.dtype.name} numbers that are too large for float32")
     return rows
 
 
 def _check_range(rows: np.ndarray, kind: str) -> None:
     largest = float(np.abs(rows).max(initial=0))
     if not np.isfinite(largest) and kind not in DENSE:
-        raise ValueError(f"weight: has elements that are not finite, which {kind!r} can't hold")
+        raise value_error(f"weight: has elements that are not finite, which {kind!r} can't hold")
     largest = float(np.abs(rows).max(initial=0, where=np.isfinite(rows)))
     if kind == "BF16" and largest > _LARGEST_BFLOAT16:
-        raise ValueError(f"weight: {largest:g} is too large for 'BF16'; 'F32' can hold it")
+        raise value_error(f"weight: {largest:g} is too large for 'BF16'; 'F32' can hold it")
     if largest > _LARGEST_HALF and kind not in ("BF16", "MXFP4"):
-        raise ValueError(
+        raise value_error(
             f"weight: {largest:g} is too large for float16, which {kind!r} has numbers or scales in; "
             "'F32' and 'BF16' can hold it"
         )

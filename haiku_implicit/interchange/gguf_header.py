@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.files.file_types import kind_of, not_a
 from haiku_implicit.interchange.ggml import gguf_package
@@ -325,15 +326,15 @@ def fields_of(
                 fields[key] = _field(key, value)
                 _text(key), _packed(fields[key])
             except (struct.error, OverflowError, UnicodeEncodeError) as e:
-                raise ValueError(f"metadata: {key!a}: a file can't hold {value!r} ({e})") from None
+                raise value_error(f"metadata: {key!a}: a file can't hold {value!r} ({e})") from None
     if _ARCHITECTURE not in fields:
-        raise ValueError(
+        raise value_error(
             f"metadata: {_ARCHITECTURE!r} is missing. Give it, with the other keys that its programs "
             "read, or metadata_from=, the file that the model came from"
         )
     alignment = fields.get(ALIGNMENT, Field(_UINT32, 32))
     if alignment.kind != _UINT32 or alignment.value.bit_count() != 1:
-        raise ValueError(
+        raise value_error(
             f"metadata: {ALIGNMENT!r}: expected a power of two, got {alignment.contents()!r}"
         )
     return {_ARCHITECTURE: fields.pop(_ARCHITECTURE)} | fields
@@ -360,7 +361,7 @@ def _field(key: str, value: Any) -> Field:
         if inner == {_INT32, _UINT32}:  # some are negative
             inner = {_INT32}
         if len(inner) != 1:
-            raise ValueError(
+            raise value_error(
                 f"metadata: {key}: expected a list of numbers or texts of one type, got {value!r}"
             )
         (kind,) = inner
@@ -372,7 +373,7 @@ def _field(key: str, value: Any) -> Field:
         return Field(_PYTHON_KINDS[type(value)], value)
     if type(value) is int and -(2**31) <= value < 2**32:
         return Field(_INT32 if value < 0 else _UINT32, value)
-    raise ValueError(
+    raise value_error(
         f"metadata: {key}: expected a text, a number, a boolean or a list of them, got {value!r}. "
         "Larger integers: numpy.uint64, numpy.int64"
     )

@@ -15,6 +15,7 @@ from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import progress
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Array, Params
@@ -122,7 +123,7 @@ def _planned(params: Params, names: Names, source: Header | None, kind: Kinds) -
         for place in places_of(names, name, "names"):
             if place.path not in by_path:
                 nearest = difflib.get_close_matches(place.path, by_path, n=3, cutoff=0.0)
-                raise ValueError(
+                raise value_error(
                     f"{name}: names has {place.path!r} for it, which is not a parameter. Nearest: "
                     f"{', '.join(nearest)}"
                 )
@@ -132,7 +133,7 @@ def _planned(params: Params, names: Names, source: Header | None, kind: Kinds) -
         tensors += same[:1]
     missing = [path for path in by_path if path not in used]
     if missing:
-        raise ValueError(
+        raise value_error(
             f"{missing[0]}: names has no tensor for it. Give it one, or leave this parameter out of "
             "params"
         )
@@ -145,7 +146,7 @@ def _check_same(tensors: Sequence[_Tensor]) -> None:
     for other in tensors[1:]:
         one, two = (ggml.dense_of(t.weight()) for t in (tensors[0], other))
         if not np.array_equal(one, two, equal_nan=True):
-            raise ValueError(
+            raise value_error(
                 f"{other.name}: names has {tensors[0].path!r} and {other.path!r} for it, which have "
                 "different values. Give each a tensor of its own"
             )
@@ -155,7 +156,7 @@ def _tensor_names(names: Names, shapes: Mapping[str, Any]) -> Iterable[str]:
     if isinstance(names, Mapping):
         return names
     if not shapes:
-        raise ValueError(
+        raise value_error(
             "names: a function does not say what tensors there are. Give a mapping, or metadata_from=, "
             "a file that has the same ones"
         )
@@ -167,7 +168,7 @@ def _tensor(
 ) -> _Tensor:
     matrix = getattr(value, "matrix", value)  # of a `MatrixView`
     if isinstance(matrix, Adapter):
-        raise ValueError(
+        raise value_error(
             f"{place.path}: a {type(matrix).__name__} adapter is on this weight, which a GGUF file "
             "can't hold. Merge it first: haiku_implicit.merge_adapters(params) gives dense weights, to "
             "which kind= then applies; requantize=True rounds again to the format of the weight below"
@@ -193,7 +194,7 @@ def _transposed_shape(name: str, value: Array, place: Place, shape: Any) -> tupl
     if shape is not None:
         own = tuple(shape[i] for i in place.axes_for(len(shape)))
         if not same or math.prod(own) != math.prod(place.shape):
-            raise ValueError(
+            raise value_error(
                 f"{place.path}: expected shape {list(place.shape)} for the tensor {name}{list(shape)}, "
                 f"got {list(value.shape)}"
             )
@@ -202,7 +203,7 @@ def _transposed_shape(name: str, value: Array, place: Place, shape: Any) -> tupl
         matrix = tuple(value.matrix.shape)  # of a weight that was read with the same `Place`
         if axes_of.reshaped(axes_of.whole(matrix), value.shape) == value.axes:
             return matrix
-    raise ValueError(
+    raise value_error(
         f"{name}: its Place has a shape, {list(place.shape)}: of this parameter the tensor has some "
         "axes joined, and nothing says which. Give metadata_from=, a file that has this tensor; or the "
         f"parameter with its axes joined, {_joined(place.shape)}, and a Place without a shape"
@@ -228,7 +229,7 @@ class _Rules:
             if not any(map(pattern.fullmatch, names)):
                 text = pattern.pattern
                 nearest = difflib.get_close_matches(text, names, n=3, cutoff=0.0)
-                raise ValueError(
+                raise value_error(
                     f"kind: no tensor's whole name matches {text!r}. Nearest: {', '.join(nearest)}"
                 )
 
@@ -243,7 +244,7 @@ class _Rules:
             if shape[-1] % ggml.block_elements(kind) == 0:
                 return kind
         blocks = ", ".join(f"{ggml.block_elements(kind)} for {kind}" for kind in kinds)
-        raise ValueError(
+        raise value_error(
             f"{name}: rows of {shape[-1]} elements are not whole blocks ({blocks}). Give this tensor "
             f"another kind, as in kind={{'{name}': 'Q8_0', '.*': ...}}, or one to fall back "
             f"on, as in ('{kinds[0]}', 'F16')"
@@ -261,7 +262,7 @@ def _kind_of(name: str, path: str, weight: Array) -> str:
     """The kind whose format a weight already has."""
     found = ggml.kind_of(weight)
     if found is None or getattr(weight, "axis", -1) != -1:
-        raise ValueError(
+        raise value_error(
             f"{name}: {path} is {_described(weight)}, which is not the format of a GGUF file. Give a "
             f"kind, as in kind='Q8_0' or kind={{'{name}': 'Q8_0'}}; its values are quantized "
             "again"
@@ -281,11 +282,11 @@ def _data_of(t: _Tensor) -> np.ndarray:
     try:
         return np.ascontiguousarray(ggml.to_ggml(t.weight(), t.kind, axis=-1))
     except ValueError as e:
-        raise ValueError(f"{t.name}, {t.path}: {e}") from e
+        raise value_error(f"{t.name}, {t.path}: {e}") from e
 
 
 def _opened(path: str | os.PathLike[str]) -> Header:
     try:
         return header_of_model(path)
     except ValueError as e:
-        raise ValueError(f"metadata_from: {e}") from e
+        raise value_error(f"metadata_from: {e}") from e

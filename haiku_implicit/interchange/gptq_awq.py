@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.files.container import CheckpointError
 from haiku_implicit.interchange.grouped_codes import IntegerCodes
 from haiku_implicit.interchange.quantization_config import Config, Settings
@@ -174,7 +175,7 @@ def _zero_points(where: str, stored: np.ndarray, settings: Settings) -> np.ndarr
             f"{stored.min()} ... {stored.max()}"
         )
     if less_one and (stored == last).any():
-        raise ValueError(
+        raise value_error(
             f"{where}: a zero point that is stored as {last}, which programs read as 0 or as "
             f"{last + 1}. Convert the checkpoint to the format gptq_v2 with GPTQModel"
         )

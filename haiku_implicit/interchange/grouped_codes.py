@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
@@ -53,19 +54,19 @@ class IntegerCodes(NamedTuple):
         groups = scales.shape[-1]
         size = int(np.count_nonzero(group == 0)) or 1
         if groups != -(-inputs // size) or (group != np.arange(inputs) // size).any():
-            raise ValueError(
+            raise value_error(
                 "the groups are not runs of inputs that follow each other (desc_act, actorder, g_idx), "
                 "which a QuantizedMatrix can't hold. `dequantize` makes it dense"
             )
         if inputs % size:
-            raise ValueError(
+            raise value_error(
                 f"rows of {inputs} numbers end within a group of {size}, which a QuantizedMatrix can't "
                 "hold. `dequantize` makes it dense"
             )
         symmetric = bits > 1 and (zeros == 2 ** (bits - 1)).all()
         fmt = formats.FORMATS[f"int{bits}" if symmetric else f"uint{bits}"]
         if size % fmt.multiple:
-            raise ValueError(
+            raise value_error(
                 f"groups of {size} codes of {bits} bits do not fill whole bytes, as they have to in a "
                 "QuantizedMatrix. `dequantize` makes it dense"
             )
@@ -99,7 +100,7 @@ def blocks_of_floats(
     across, along = block
     size = k if along >= k else math.gcd(along, k)
     if size < min(k, along, _LEAST) and not dense:
-        raise ValueError(
+        raise value_error(
             f"rows of {k} numbers end within a block of {along}, and {size} is the largest group that "
             "both are made of, too small for a QuantizedMatrix. `dequantize` makes it dense"
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.files.container import is_shape
 from haiku_implicit.interchange.grouped_codes import IntegerCodes
 from haiku_implicit.interchange.safetensors_files import FLOATS, Module, Tensors
@@ -116,7 +117,7 @@ class _Weight(Module):
         outputs, inputs = self.shape()
         size = inputs if scales.size == 1 else self.group_size
         if scales.shape[0] == 1 < scales.size or inputs % size:
-            raise ValueError(
+            raise value_error(
                 f"groups of {size} are not runs of inputs (axis {int(self.number('axis'))}, "
                 f"{inputs} inputs), as a QuantizedMatrix has them. `dequantize` makes it dense"
             )

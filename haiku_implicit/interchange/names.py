@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.predicates import compiled
 from haiku_implicit.files.container import CheckpointError, expect, is_shape
 from haiku_implicit.files.file_types import read_json
@@ -36,14 +37,14 @@ class Place(NamedTuple):
         if self.axes is None:
             is_w = self.path.rpartition("/")[2] == "w"
             if self.shape is not None and len(self.shape) > ndim == 2 and not is_w:
-                raise ValueError(  # its shape does not say which axis of the matrix is split
+                raise value_error(  # its shape does not say which axis of the matrix is split
                     f"{self.path}: a matrix becomes {list(self.shape)}: say by axes= of its Place "
                     "which axis comes first, (1, 0) for a matrix [outputs, inputs] of which the inputs "
                     "do"
                 )
             return (1, 0) if ndim == 2 and is_w else tuple(range(ndim))
         if sorted(self.axes) != list(range(ndim)):
-            raise ValueError(
+            raise value_error(
                 f"{self.path}: axes: expected each of 0 ... {ndim - 1} once, for a tensor with {ndim} "
                 f"axes, got {self.axes}"
             )
@@ -69,7 +70,7 @@ def place_of(names: Names, tensor: str, where: str) -> Place | None:
     """
     places = places_of(names, tensor, where)
     if len(places) > 1:
-        raise ValueError(
+        raise value_error(
             f"{where}: {tensor}: names gives {len(places)} places for it, expected one"
         )
     return places[0] if places else None
@@ -89,7 +90,7 @@ def places_of(names: Names, tensor: str, where: str) -> tuple[Place, ...]:
     try:
         found = names(tensor) if callable(names) else names[tensor]
     except KeyError:
-        raise ValueError(
+        raise value_error(
             f"{where}: {tensor}: names has no place for it. Give 'module/name' of the parameter, or "
             "None to leave it out"
         ) from None
@@ -97,7 +98,7 @@ def places_of(names: Names, tensor: str, where: str) -> tuple[Place, ...]:
         return ()
     several = _each(found)
     if not several or not all(isinstance(place, str | Place) for place in several):
-        raise ValueError(
+        raise value_error(
             f"{where}: {tensor}: names gives {found!r} for it, expected 'module/name', a Place, a list "
             "of them, or None"
         )
@@ -207,5 +208,5 @@ def _compiled(pattern: str, places: Places) -> re.Pattern[str]:
             # For an error about a group that the pattern does not have.
             found.sub(place.path if isinstance(place, Place) else place, "")
     except (re.error, IndexError) as e:
-        raise ValueError(f"names: {pattern!r}: {places!r}: {e}") from None
+        raise value_error(f"names: {pattern!r}: {places!r}: {e}") from None
     return found

@@ -23,7 +23,7 @@ from haiku_implicit.arrays.adapter import Adapter, kinds
 from haiku_implicit.arrays.lora import LoRA, RestLoRA
 from haiku_implicit.arrays.matrix_view import matrix_of, view_of
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.messages import see, value_error, warn_caller
 from haiku_implicit.core.typing import Array, JsonObject, Params
 from haiku_implicit.files.container import CheckpointError, brief
 from haiku_implicit.files.file_types import kind_of
@@ -161,7 +161,7 @@ def save_peft(
     for path, value in adapter.weights.items():
         module = _named(names, path, "adapter")
         if module in {*ranks, *tokens}:
-            raise ValueError(f"names: two parameters are {module!r}, the second one is {path!r}")
+            raise value_error(f"names: two parameters are {module!r}, the second one is {path!r}")
         weight = matrix_of(value)
         if isinstance(weight, TrainedRows):
             tokens[module] = _ids_of(path, weight)
@@ -240,17 +240,17 @@ def _tensors_of(file: str, config: Config) -> _Tensors:
             raise CheckpointError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
         module, part = found["module"], found["part"]
         if (by := peft_config.left_out_by(config, module)) is not None:
-            raise ValueError(
+            raise value_error(
                 f"{file}: {key}: PEFT does not read it: {CONFIG} leaves {module} out by {by}, "
                 f"{brief(config[by])}. Mend that key, or take the tensor out of the file"
             )
         if part in parts.setdefault(module, {}):
-            raise ValueError(f"{file}: {key}: the module has two tensors {part}")
+            raise value_error(f"{file}: {key}: the module has two tensors {part}")
         parts[module][part] = tensor
         if part == _EMBEDDING[0] and not config.get("ensure_weight_tying"):
             warn_caller(f"{file}: {module}: {_LOOK_UP}")
     if not any(tensors):
-        raise ValueError(f"{file}: there is no adapter in it")
+        raise value_error(f"{file}: there is no adapter in it")
     return tensors
 
 
@@ -272,7 +272,7 @@ def _beside(tensors: _Tensors, key: str, tensor: Any, config: Config) -> bool:
 
 def _check_one(place: Place, module: str, taken: Mapping[str, Any]) -> None:
     if place.path in taken:
-        raise ValueError(f"names: two modules are {place.path!r}, the second one is {module!r}")
+        raise value_error(f"names: two modules are {place.path!r}, the second one is {module!r}")
 
 
 def _trained_rows(file: str, config: Config, found: _Tensors, names: Names) -> dict[str, Array]:
@@ -284,7 +284,7 @@ def _trained_rows(file: str, config: Config, found: _Tensors, names: Names) -> d
             continue
         _check_one(place, module, new)
         if rows.ndim != 2 or len(rows) != len(ids):
-            raise ValueError(
+            raise value_error(
                 f"{file}: {module}: trainable_token_indices has {len(ids)} indices, and the rows are "
                 f"{list(rows.shape)}"
             )
@@ -319,17 +319,17 @@ def _factors_of(where: str, tensors: Mapping[str, Array], kind: type[Adapter]) -
     wanted = {*factors, *kind.peft_tensors.values()}
     missing, other = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
     if missing:
-        raise ValueError(f"{where}: {', '.join(missing)}: missing")
+        raise value_error(f"{where}: {', '.join(missing)}: missing")
     if other:
         for flag, of in _kinds().items():
             if other == sorted(of.peft_tensors.values()):
-                raise ValueError(
+                raise value_error(
                     f"{where}: {', '.join(other)}: there is one, but {CONFIG} has no {flag}"
                 )
-        raise ValueError(f"{where}: expected {' and '.join(factors)}, got {', '.join(other)} too")
+        raise value_error(f"{where}: expected {' and '.join(factors)}, got {', '.join(other)} too")
     a, b = (tensors[name] for name in factors)
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
-        raise ValueError(
+        raise value_error(
             f"{where}: expected lora_A [rank, inputs] and lora_B [outputs, rank], got {list(a.shape)} "
             f"and {list(b.shape)}"
         )
@@ -344,7 +344,7 @@ def _scale_of(where: str, config: Config, module: str, factors: Any, decomposed:
     (n, rank), m = factors[0].shape, factors[1].shape[1]
     wanted, alpha = peft_config.rank_and_alpha(config, module)
     if rank != (min(wanted, n, m) if decomposed else wanted):
-        raise ValueError(f"{where}: rank {wanted} by {CONFIG}, {rank} by the tensors")
+        raise value_error(f"{where}: rank {wanted} by {CONFIG}, {rank} by the tensors")
     return alpha / (math.sqrt(wanted) if config.get("use_rslora") else wanted)
 
 
@@ -355,22 +355,22 @@ def _weight_of(
     for field, x in others.items():
         if x.size != b.shape[1]:
             name = kind.peft_tensors[field]
-            raise ValueError(f"{where}: {name}: expected {b.shape[1]} numbers, got {x.size}")
+            raise value_error(f"{where}: {name}: expected {b.shape[1]} numbers, got {x.size}")
     return kind.of_factors(a, b, scale, **{field: x.reshape(-1) for field, x in others.items()})
 
 
 def _dense_base(where: str, init: str, base: Mapping[str, Any] | None, path: str) -> Array:
     """The weight that PEFT changes when it loads an adapter with this initialization."""
     if base is None:
-        raise ValueError(
+        raise value_error(
             f"{where}: init_lora_weights: {init!r}: PEFT takes a part out of the base when it loads "
             f"this. Give load_peft the dense parameters as base=. Or {peft_config.CONVERT}"
         )
     if path not in base:
-        raise ValueError(f"{where}: base: {path} is not there")
+        raise value_error(f"{where}: base: {path} is not there")
     w = base_of(base[path])
     if is_implicit(w):
-        raise ValueError(
+        raise value_error(
             f"{where}: base: {init!r} decomposes a dense weight, and {path} is {describe(w)}"
         )
     return w
@@ -383,7 +383,7 @@ def _start_of(
     a, b = factors
     sizes = a.shape[0], b.shape[1]
     if tuple(w.shape) != tuple(shape or sizes):
-        raise ValueError(f"base: expected the shape {list(shape or sizes)} for this adapter")
+        raise value_error(f"base: expected the shape {list(shape or sizes)} for this adapter")
     matrix = jnp.asarray(w, jnp.float32).reshape(sizes)
     parts = lora_init.BY_NAME[init].parts(matrix, a.shape[1], scale, jax.random.key(0))
     return parts.a, parts.b
@@ -398,9 +398,9 @@ def _named(names: Modules, module: str, where: str) -> str:
     try:
         found = names(module) if callable(names) else names[module]
     except KeyError:
-        raise ValueError(f"{where}: {module}: names has no name for it") from None
+        raise value_error(f"{where}: {module}: names has no name for it") from None
     if not isinstance(found, str):
-        raise ValueError(
+        raise value_error(
             f"{where}: {module}: names gives {found!r} for it, expected the name of a module"
         )
     return found
@@ -409,13 +409,13 @@ def _named(names: Modules, module: str, where: str) -> str:
 def _at_place(where: str, weight: Array, place: Place) -> Array:
     """The weight `[inputs, outputs]`, as a view with the axes of its place, if that has a shape."""
     if place.axes not in (None, (1, 0)):
-        raise ValueError(f"{where}: axes: expected (1, 0) of an adapter's Place, got {place.axes}")
+        raise value_error(f"{where}: axes: expected (1, 0) of an adapter's Place, got {place.axes}")
     if place.shape is None:
         return weight
     sizes = weight.a.shape[-2], weight.b.shape[-1]
     axes = axes_of.reshaped(axes_of.whole(sizes), place.shape)
     if axes is None or axes_of.shape(axes) != tuple(place.shape):
-        raise ValueError(
+        raise value_error(
             f"{where}: shape: expected inputs and outputs of {list(sizes)}, each cut into axes, got "
             f"{list(place.shape)}"
         )
@@ -431,7 +431,7 @@ def _write(
 ) -> None:
     path = pathlib.Path(folder)
     if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{path}: is a file; give the name of a folder")
+        raise NotADirectoryError(f"{path}: is a file; give the name of a folder {see('files')}")
     check_folder(os.fspath(path), os.path.dirname(os.path.realpath(path)))
     path.mkdir(exist_ok=True)
     save(path / TENSORS, {f"{_MODEL}{name}": x for name, x in tensors.items()})
@@ -441,9 +441,9 @@ def _write(
 def _check_writable(path: str, weight: Array) -> None:
     """Raises unless PEFT's files can hold an adapter."""
     if weight.peft_flag is None:
-        raise ValueError(f"{path}: expected LoRA or DoRA, got {type(weight).__name__}")
+        raise value_error(f"{path}: expected LoRA or DoRA, got {type(weight).__name__}")
     if np.ndim(weight.a) != 2:
-        raise ValueError(
+        raise value_error(
             f"{path}: expected the LoRA of one matrix, got factors {np.shape(weight.a)} and "
             f"{np.shape(weight.b)}, as kernels of convolutions and stacked layers have them. Leave "
             "it out when the adapter is made (exclude=)"
@@ -455,9 +455,9 @@ def _flags_of(adapter: AdapterParts) -> set[str]:
     matrices = [matrix_of(value) for value in adapter.weights.values()]
     found = {x.peft_flag for x in matrices if not isinstance(x, TrainedRows)}
     if len(found) > 1:
-        raise ValueError("adapter: PEFT has LoRA or DoRA in one file, got both")
+        raise value_error("adapter: PEFT has LoRA or DoRA in one file, got both")
     if not found:
-        raise ValueError(
+        raise value_error(
             "adapter: expected LoRA or DoRA on one weight at least, as PEFT has other parts only "
             "beside them. Keep this one by haiku_implicit.save"
         )
@@ -468,7 +468,7 @@ def _ids_of(path: str, weight: TrainedRows) -> list[int]:
     """The indices of the trained rows of an embedding."""
     whole = path.endswith("/embeddings") and weight.axis == -2 and np.ndim(weight.rows) == 2
     if not whole or weight.w is not None:
-        raise ValueError(
+        raise value_error(
             f"{path}: expected trained rows of one embedding (a parameter named embeddings) without "
             "another adapter below them, got others. Leave them out when the adapter is made (exclude=)"
         )
@@ -479,7 +479,7 @@ def _checked_tokens(tokens: dict[str, list[int]]) -> dict[str, list[int]]:
     """The indices of trained rows, by modules that PEFT can tell apart by the ends of their names."""
     for module, other in itertools.permutations(sorted(tokens), 2):
         if other.endswith(module):
-            raise ValueError(
+            raise value_error(
                 f"names: {module}: has trained rows, by which PEFT means {other} too, as its name ends "
                 "in it. Leave one out when the adapter is made (exclude=), or use haiku_implicit.save"
             )
@@ -493,9 +493,9 @@ def _whole_tensors(adapter: AdapterParts, names: Modules) -> dict[str, Array]:
         name = _named(names, path, "adapter")
         name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
         if name in found:
-            raise ValueError(f"names: two parameters are {name!r}, the second one is {path!r}")
+            raise value_error(f"names: two parameters are {name!r}, the second one is {path!r}")
         if is_implicit(x) or np.ndim(x) > 2:
-            raise ValueError(
+            raise value_error(
                 f"{path}: trained as a whole, which is written of dense vectors and matrices, got "
                 f"{describe(x)}. Give get_adapter a trainable_dense= that leaves it out, or keep all "
                 "with haiku_implicit.save"
@@ -513,12 +513,12 @@ def _keys_of_whole(whole: Mapping[str, Array], adapted: set[str]) -> JsonObject:
     for module in sorted(modules):
         for other in sorted((owners | adapted) - modules):
             if other.endswith(module):
-                raise ValueError(
+                raise value_error(
                     f"names: {module}: trained as a whole, by which PEFT means {other} too, as its "
                     "name ends in it. Train that as a whole as well, or use haiku_implicit.save"
                 )
         if module in adapted:
-            raise ValueError(
+            raise value_error(
                 f"names: {module}: has an adapter, and a weight that is trained as a whole"
             )
     return {
@@ -543,7 +543,7 @@ def _for_the_weight_as_it_was(
 ) -> LoRA:
     """The plain LoRA for the original weight, before its initial factors were subtracted."""
     if initial is None:
-        raise ValueError(
+        raise value_error(
             f"{path}: its init ('pissa', 'olora' or LoftQ) changed the weight below the adapter, so "
             "that on the weight that others have it would be wrong. Give save_peft initial= the "
             "adapter as get_adapter returns it right after add_lora, or keep it by haiku_implicit.save"
@@ -551,11 +551,11 @@ def _for_the_weight_as_it_was(
     start = matrix_of(checked_parts("initial", initial).weights.get(path))
     known = [dict(parts.bases).get(path) for parts in (adapter, initial)]
     if not isinstance(start, RestLoRA) or start.a.shape[:-1] != lora.a.shape[:-1]:
-        raise ValueError(
+        raise value_error(
             f"initial: {path}: expected the LoRA that the adapter began with, got {start}"
         )
     if None not in known and known[0] != known[1]:
-        raise ValueError(f"initial: {path}: the adapter began on another base")
+        raise value_error(f"initial: {path}: the adapter began on another base")
     a, b = _without(lora.a, lora.b, start.a * (start.scale / lora.scale), start.b)
     return LoRA.of_factors(a, b, lora.factor)
 

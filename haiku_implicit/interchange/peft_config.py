@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import JsonObject
 from haiku_implicit.files.container import CheckpointError, brief, expect
 from haiku_implicit.files.file_types import read_json
@@ -220,7 +221,7 @@ def _is_number(x: Any) -> bool:
 def _check_key(path: pathlib.Path, name: str, value: Any) -> None:
     key = KEYS.get(name)
     if key is None:
-        raise ValueError(
+        raise value_error(
             f"{path}: {brief(name)}: this key is not one of PEFT 0.21.2 for LoRA, so that its effect "
             f"is not known; it has the value {brief(value)}. Take it out of the file if it has none "
             "on outputs"
@@ -228,7 +229,7 @@ def _check_key(path: pathlib.Path, name: str, value: Any) -> None:
     if key.use == "refused" and value != key.neutral and (value or key.neutral):
         verb = "are" if isinstance(value, list) else "is"
         neutral = repr(key.neutral) if key.neutral else "null"
-        raise ValueError(
+        raise value_error(
             f"{path}: {name}: {brief(value)} {verb} not read; {neutral} is. {key.instead}"
         )
 
@@ -264,8 +265,8 @@ def _check_init(path: pathlib.Path, config: Config) -> None:
     elif init in ("corda", "loftq", "lora_ga"):
         why = "the adapter is for a base that its initialization changed, and which the file lacks"
     else:
-        raise ValueError(f"{path}: init_lora_weights: {brief(init)} is not known")
-    raise ValueError(
+        raise value_error(f"{path}: init_lora_weights: {brief(init)} is not known")
+    raise value_error(
         f"{path}: init_lora_weights: {brief(init)} is not read: {why}. Instead {CONVERT}"
     )
 

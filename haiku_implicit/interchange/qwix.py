@@ -13,6 +13,7 @@ import numpy as np
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
@@ -58,7 +59,7 @@ def to_qwix(matrix: QuantizedMatrix) -> Any:
     elif fmt.name in _FLOATS:
         values, qtype = codes, None
     else:
-        raise ValueError(f"matrix: Qwix has no format for {matrix.format!r}")
+        raise value_error(f"matrix: Qwix has no format for {matrix.format!r}")
     parts = [values, scale, zero_point]
     if matrix.axis == -2:
         parts = [None if x is None else jnp.swapaxes(x, -1, -2) for x in parts]
@@ -77,7 +78,7 @@ def _zero_point(scale: jax.Array, offset: jax.Array, half: int) -> jax.Array:
     held = (-half - found) * scale
     fits = (jnp.abs(held - offset) <= 1e-6 * jnp.abs(offset)) & (found >= -half) & (found < half)
     if not bool(fits.all()):
-        raise ValueError(
+        raise value_error(
             "matrix: its offsets are not whole multiples of its scales within the range of the codes, "
             "as Qwix's zero points are"
         )
@@ -107,10 +108,10 @@ def from_qwix(array: Any) -> QuantizedMatrix:
     shape, scale = codes.shape, array.scale
     lead = (*shape[:-2], *scale.shape[-2:])
     if len(shape) < 2 or any(n % s for n, s in zip(shape, scale.shape, strict=True)):
-        raise ValueError(f"array: expected a matrix with scales that divide it, got {list(shape)}")
+        raise value_error(f"array: expected a matrix with scales that divide it, got {list(shape)}")
     axis = next((a for a in (-2, -1) if _fills_bytes(fmt, shape[a], scale.shape[a])), None)
     if axis is None:
-        raise ValueError(
+        raise value_error(
             f"array: expected groups that are multiples of {fmt.multiple}, got scales "
             f"{list(scale.shape)} for {list(shape)}"
         )
@@ -151,7 +152,7 @@ def _codes_of(array: Any) -> tuple[formats.Format, jax.Array]:
     if fmt.is_float:
         return fmt, values
     if not fmt.is_integer or fmt.offset or fmt.bits < 2:
-        raise ValueError(f"array: matrices have no codes for {name!r}")
+        raise value_error(f"array: matrices have no codes for {name!r}")
     if array.zero_point is None:
         return fmt, (values.astype(jnp.int16) + int(fmt.bias)).astype(fmt.dtype)
     unsigned = formats.find(f"u{fmt.name}")

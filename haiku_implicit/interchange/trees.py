@@ -11,7 +11,7 @@ import numpy as np
 from haiku_implicit.arrays import axes as axes_of
 from haiku_implicit.arrays.matrix_view import view_of
 from haiku_implicit.core import compat
-from haiku_implicit.core.messages import shown, warn_caller
+from haiku_implicit.core.messages import shown, value_error, warn_caller
 from haiku_implicit.core.predicates import Targets, check_list, no_match, path_of, predicate_of
 from haiku_implicit.core.progress import bar
 from haiku_implicit.core.typing import Array, DType, Tree
@@ -74,7 +74,7 @@ def tree_of(
         for one parameter, or a place that does not fit the tensor.
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
+        raise value_error(
             f"dtype: expected a floating dtype, or None for that of the file, got "
             f"{np.dtype(dtype).name}"
         )
@@ -101,11 +101,11 @@ def _placed(tensors: Sequence[Stored], names: Names, where: str) -> dict[str, _P
     for stored, place in pairs:
         path = place.path
         if not all(path.rpartition("/")[::2]):
-            raise ValueError(
+            raise value_error(
                 f"{where}: {stored.name}: names gives {path!r} for it, expected 'module/name'"
             )
         if path in placed:
-            raise ValueError(
+            raise value_error(
                 f"{where}: {path}: names gives two tensors this place, {placed[path].stored.name} and "
                 f"{stored.name}"
             )
@@ -120,11 +120,11 @@ def _shape_at(shape: tuple[int, ...], place: Place, where: str) -> tuple[int, ..
     try:
         moved = tuple(shape[i] for i in place.axes_for(len(shape)))
     except ValueError as e:
-        raise ValueError(f"{where} {list(shape)}: {e}") from None
+        raise value_error(f"{where} {list(shape)}: {e}") from None
     if place.shape is None:
         return moved
     if math.prod(place.shape) != math.prod(moved):
-        raise ValueError(
+        raise value_error(
             f"{where}: expected {math.prod(place.shape)} numbers for {place.path} "
             f"{list(place.shape)}, got {list(moved)}"
         )
@@ -192,7 +192,7 @@ def _read(placed: _Placed, where: str, dtype: DType, dense: bool) -> Array:
     except CheckpointError:
         raise
     except ValueError as e:
-        raise ValueError(f"{where}: {stored.name}: {e}") from e
+        raise value_error(f"{where}: {stored.name}: {e}") from e
     # One at a time: JAX computes after it returns, and needs memory for that.
     return jax.block_until_ready(new)
 
@@ -231,7 +231,7 @@ def _as_placed(
     """A matrix with groups along its last axis, converted to the axes and the shape of a place."""
     lead = len(axes) - 2
     if axes[:lead] != tuple(range(lead)):
-        raise ValueError(
+        raise value_error(
             f"{place.path}: axes: of a quantized tensor only the last two axes can change places, got "
             f"{axes}. dequantize={place.path!r} makes it dense"
         )
@@ -242,7 +242,7 @@ def _as_placed(
     same = shape[:lead] == value.shape[:lead]
     made = axes_of.reshaped(axes_of.whole(value.shape[lead:]), shape[lead:]) if same else None
     if made is None:
-        raise ValueError(
+        raise value_error(
             f"{place.path}: shape: expected the rows and the columns of {list(value.shape)}, each cut "
             f"into axes, got {list(shape)}. dequantize={place.path!r} makes it dense"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.numbers.formats import repeated
@@ -33,7 +34,7 @@ def rotate_half(x: Array) -> jax.Array:
       [-2 -3  0  1]
     """
     if not jnp.ndim(x) or x.shape[-1] % 2:
-        raise ValueError(f"x: expected a last axis of even length, got shape {list(jnp.shape(x))}")
+        raise value_error(f"x: expected a last axis of even length, got shape {list(jnp.shape(x))}")
     half = x.shape[-1] // 2
     return jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
 
@@ -73,7 +74,7 @@ def apply_rotary_pos_emb(tensor: Array, sin_: Array, cos_: Array) -> jax.Array:
     for name, table in (("sin_", sin_), ("cos_", cos_)):
         _check_four_axes(name, table, "[1, 1, length, d]")
         if table.shape[2] < time:
-            raise ValueError(
+            raise value_error(
                 f"{name}: expected at least the {time} positions of the tensor, got shape "
                 f"{list(table.shape)}; compute the table for the longest sequence"
             )
@@ -138,10 +139,10 @@ def _repeated(x: Array, n_rep: int, axis: int, axes: str) -> jax.Array:
     """Repeats each entry along an axis `n_rep` times."""
     _check_four_axes("x", x, axes)
     if n_rep < 1:
-        raise ValueError(f"n_rep: expected at least 1, got {n_rep}")
+        raise value_error(f"n_rep: expected at least 1, got {n_rep}")
     return x if n_rep == 1 else repeated(x, n_rep, axis)
 
 
 def _check_four_axes(name: str, x: Array, axes: str) -> None:
     if jnp.ndim(x) != 4:
-        raise ValueError(f"{name}: expected four axes {axes}, got shape {list(jnp.shape(x))}")
+        raise value_error(f"{name}: expected four axes {axes}, got shape {list(jnp.shape(x))}")

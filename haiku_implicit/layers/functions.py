@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from haiku_implicit.core.array import dense_struct, is_implicit
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.typing import Array, DType
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,14 +40,14 @@ def canonicalize_dtype(*args: Any, dtype: DType | None = None, inexact: bool = T
     if dtype is None:
         known = [_typed(x) for x in args if x is not None]
         if not known:
-            raise ValueError(
+            raise value_error(
                 "args: expected an array to infer the dtype from, or a dtype, got none"
             )
         dtype = jnp.result_type(*known)
         if inexact and not jnp.issubdtype(dtype, jnp.inexact):
             dtype = jnp.promote_types(jnp.float32, dtype)
     if inexact and not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(
+        raise value_error(
             f"dtype: expected a floating or complex one, got {jnp.dtype(dtype)}; "
             "inexact=False allows any"
         )
@@ -83,7 +84,7 @@ def add_start_docstrings(*docstr: str) -> Callable[[F], F]:
     """
     for text in docstr:
         if not isinstance(text, str):
-            raise TypeError(f"docstr: expected strings, got {text!r}")
+            raise type_error(f"docstr: expected strings, got {text!r}")
 
     def decorate(fun: F) -> F:
         fun.__doc__ = "".join(docstr) + (fun.__doc__ or "")

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import SameTree, Tree
 
@@ -48,13 +49,13 @@ def create_mesh(
     devices = jax.devices(backend or None)
     dims = list(axis_dims)
     if len(dims) != len(axis_names):
-        raise ValueError(
+        raise value_error(
             f"axis_dims: expected a length for each of the axes {list(axis_names)}, got {dims}"
         )
     if dims.count(-1) == 1:
         dims[dims.index(-1)] = len(devices) // max(math.prod(n for n in dims if n != -1), 1)
     if min(dims, default=0) < 1 or math.prod(dims) != len(devices):
-        raise ValueError(
+        raise value_error(
             f"axis_dims: expected lengths (at most one of them -1) whose product is the number of "
             f"devices, {len(devices)}, got {list(axis_dims)}"
         )
@@ -196,7 +197,7 @@ def get_ranks_and_size(mesh: Mesh) -> dict[str, Any]:
     local, processes = jax.local_device_count(), jax.process_count()
     size = max(1, model // local)
     if model > local and model % local or processes % size:
-        raise ValueError(
+        raise value_error(
             f"mesh: a model on {model} devices ('tp' times 'sp') needs whole processes of {local} "
             f"devices, in groups that divide the {processes} processes"
         )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 
 from haiku_implicit.core.compat import ragged_dot_general_p
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array, EqnParam, Primitive
 from haiku_implicit.params.quantizing.training import dot_general_by_bits
 from haiku_implicit.quantized.products.matmul import quantized_matmul_p
@@ -64,7 +65,7 @@ def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
       False
     """
     if name not in _POLICIES:
-        raise ValueError(f"name: expected one of {', '.join(_POLICIES)}, got {name!r}")
+        raise value_error(f"name: expected one of {', '.join(_POLICIES)}, got {name!r}")
     return _POLICIES[name]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import haiku as hk
 import jax
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import JsonObject, Tree
 from haiku_implicit.files.container import CheckpointError, one_line, parse_json
 from haiku_implicit.files.file_types import check_file, kind_of, not_a
@@ -62,11 +63,11 @@ def save(path: str | os.PathLike[str], mox: Mox) -> None:
     checked("save(path, mox)", mox)
     text = json.dumps(_to_json(mox), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     if lone := _WITH_SURROGATE.search(text):
-        raise ValueError(f"save: {lone[0]!a} has half of a surrogate pair, which no file can have")
+        raise value_error(f"save: {lone[0]!a} has half of a surrogate pair, which no file can have")
     try:
         _from_text(text, {})  # proves that the file can be read
     except (Misplaced, CheckpointError) as e:
-        raise ValueError(f"save: the expression can't be read back: {e}") from e
+        raise value_error(f"save: the expression can't be read back: {e}") from e
     write_text(path, text)
 
 
@@ -100,7 +101,7 @@ def load(path: str | os.PathLike[str], *, types: Iterable[type] = ()) -> Mox:
     try:
         return _from_text(data.decode("utf-8"), known)
     except (Misplaced, CheckpointError, UnicodeDecodeError) as e:
-        raise ValueError(one_line(f"{path} is not a valid module expression: {e}")) from e
+        raise value_error(one_line(f"{path} is not a valid module expression: {e}")) from e
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def _init_program(mox: Mox) -> Program:
     """The program of the model's `init`, for arguments of the same shapes."""
     init = mox.init
     if init is None:
-        raise ValueError("the expression had none")
+        raise value_error("the expression had none")
     if not (isinstance(init, Init) and init.is_for(mox.interface)):
         init = Init(init, mox.interface)
     return init.program
@@ -169,7 +170,7 @@ def _initializer(x: Any, types: Mapping[str, type]) -> Callable[..., Any]:
 
     def init(rng: jax.Array, *args: Any, **kwargs: Any) -> Tree:
         if program is None:
-            raise ValueError(
+            raise value_error(
                 "init: the file of this expression has none, as that of the model could not be saved "
                 f"({why}). Parameters have to come from elsewhere"
             )
@@ -179,4 +180,4 @@ def _initializer(x: Any, types: Mapping[str, type]) -> Callable[..., Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+    raise value_error(f"{name} is not JSON")

@@ -8,6 +8,7 @@ from typing import Any, overload
 import haiku as hk
 import jax
 
+from haiku_implicit.core.messages import type_error
 from haiku_implicit.core.typing import Params, State, Tree
 from haiku_implicit.mox.mox import Mox
 from haiku_implicit.mox.program.program import (
@@ -116,7 +117,7 @@ def make_mox(transformed: AnyTransformed) -> Callable[..., Any]:
       [<encoder: Linear: f32[2,4] -> f32[2,2]>]
     """
     if isinstance(transformed, Frozen):
-        raise TypeError(
+        raise type_error(
             "transformed: a model from hki.freeze has arrays that expressions can't contain; give "
             "make_mox(model.whole), whose expression takes model.params(params)"
         )

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast, overload
 
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.files.replacing import write_text
 from haiku_implicit.mox.edits import edit, parts
 from haiku_implicit.mox.edits.replacement import after, around, before, instead
@@ -147,7 +148,7 @@ class Mox(Program):
           ('<!DOCTYPE html>', 3)
         """
         if not isinstance(values, Mapping | None):
-            raise TypeError(
+            raise type_error(
                 "values: expected a dictionary of numbers by the path of a module or a parameter, got "
                 f"{type(values).__name__}"
             )
@@ -496,7 +497,7 @@ class Mox(Program):
           ['mlp/~/linear_0']
         """
         if not isinstance(taking, Mapping):
-            raise TypeError(
+            raise type_error(
                 "taking: expected a dictionary, by the path of a module the path of the one whose "
                 f"parameters it takes, got {type(taking).__name__}"
             )
@@ -518,7 +519,7 @@ class Mox(Program):
         sites = sites_of(self.body, view.find(self, where))
         if len(sites) > 1:
             found = ", ".join(repr(site.node) for site in sites[:5])
-            raise ValueError(
+            raise value_error(
                 f"where: {where!r} is {len(sites)} nodes, and has to be one: {found}. Give one of them"
             )
         return sites[0].node

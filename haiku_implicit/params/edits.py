@@ -13,7 +13,7 @@ from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray
-from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.messages import value_error, warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, SameTree
 from haiku_implicit.params.trees import trees
@@ -154,7 +154,7 @@ def quantize_activations(
             if isinstance(value, kind):
                 return value._replace(**{part: with_activation(path, getattr(value, part))})
         if not isinstance(value, QuantizedMatrix):
-            raise ValueError(
+            raise value_error(
                 f"{path}: expected a QuantizedMatrix, got {describe(value)}; quantize_params makes one "
                 "of a dense weight, and trellis codes multiply activations that are not rounded"
             )

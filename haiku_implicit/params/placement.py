@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.array import is_implicit, known_struct
-from haiku_implicit.core.messages import see, shown, warn_caller
+from haiku_implicit.core.messages import see, shown, type_error, value_error, warn_caller
 from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.sharding import (
     fitted,
@@ -127,7 +127,7 @@ def _for_each(
 ) -> tuple[list[Any], Any, list[str]]:
     """The results of a function of each array and its spec, the tree's structure, and the notes."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
+        raise type_error(
             f"mesh: expected a jax.sharding.Mesh, as jax.make_mesh((jax.device_count(),), ('model',)) "
             f"makes it, got {mesh!r}"
         )
@@ -177,7 +177,7 @@ def _specs_of(paths: Sequence[str], params: Params, specs: Specs) -> list[Partit
         nested = jax.tree.map(repeated, specs, params, is_leaf=is_spec)
     except ValueError as e:
         said = " ".join(str(e).split())
-        raise ValueError(
+        raise value_error(
             "specs: expected a PartitionSpec, a tree like params or a prefix of it, or a list of pairs "
             f"[(pattern, spec), ...]: {said:.500}"
         ) from e
@@ -191,7 +191,7 @@ def _checked(path: str, spec: Any) -> PartitionSpec:
         return PartitionSpec()
     if not isinstance(spec, PartitionSpec):
         hint = ". Give its spec" if isinstance(spec, NamedSharding) else ""
-        raise TypeError(f"{path}: specs: expected a PartitionSpec, got {spec!r}{hint}")
+        raise type_error(f"{path}: specs: expected a PartitionSpec, got {spec!r}{hint}")
     return spec
 
 
@@ -200,7 +200,7 @@ def _by_patterns(paths: Sequence[str], pairs: Sequence[tuple[Any, Any]]) -> list
     try:
         compiled_pairs = [(compiled("specs", pattern), spec) for pattern, spec in pairs]
     except (ValueError, TypeError) as e:
-        raise ValueError(
+        raise value_error(
             "specs: expected pairs of a regular expression and a PartitionSpec, got the patterns "
             f"{[pattern for pattern, _ in pairs]!r}: {e}"
         ) from e

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from haiku_implicit.core.messages import imported
+from haiku_implicit.core.messages import imported, value_error
 from haiku_implicit.files.replacing import checked_target, replaced
 from haiku_implicit.params.summary import Comparison, Summary
 
@@ -74,7 +74,7 @@ def check_picture(path: Path) -> None:
     )
     suffix, known = _suffix(path), backends.FigureCanvasBase.get_supported_filetypes()
     if suffix not in known:
-        raise ValueError(
+        raise value_error(
             f"{os.fspath(path)}: expected a picture's suffix ({', '.join(sorted(known))}), got "
             f"{suffix!r}"
         )

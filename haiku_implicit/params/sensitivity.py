@@ -15,7 +15,7 @@ import numpy as np
 from haiku_implicit.arrays.matrix_view import tensor_of
 from haiku_implicit.core import progress
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.messages import check_function, text_table
+from haiku_implicit.core.messages import check_function, text_table, type_error, value_error
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.transform import tree_map_with_implicit
@@ -162,7 +162,7 @@ class Sensitivity:
         least = sum(min(size for _, _, size in own) for own in ways.values())
         most = sum(own[0][2] for own in ways.values()) + self.other_nbytes
         if not isinstance(nbytes, int | np.integer) or least + self.other_nbytes > nbytes:
-            raise ValueError(
+            raise value_error(
                 "nbytes: expected the bytes of all parameters, a whole number of at least "
                 f"{least + self.other_nbytes:,} ({least:,} for the smallest formats of {len(ways)} "
                 f"weights, and {self.other_nbytes:,} for what stays dense, as print(found) shows), got "
@@ -200,7 +200,7 @@ class Sensitivity:
             chosen = self.allocate(chosen)
         for name in dict.fromkeys(chosen.values()):
             if name not in self.options:
-                raise ValueError(f"chosen: expected options of {[*self.options]}, got {name!r}")
+                raise value_error(f"chosen: expected options of {[*self.options]}, got {name!r}")
         return self._quantized(params, chosen, carry)
 
     def _quantized(
@@ -276,9 +276,9 @@ def sensitivity(
     _check_options(options)
     given, options = [arguments_of(batch) for batch in batches], _for_files(options)
     if not given or not options:
-        raise ValueError(f"expected batches and options, got {len(given)} and {len(options)}")
+        raise value_error(f"expected batches and options, got {len(given)} and {len(options)}")
     if inputs is not None and method is None:
-        raise ValueError("inputs: expected a method that rounds by them, such as 'gptq', got None")
+        raise value_error("inputs: expected a method that rounds by them, such as 'gptq', got None")
     choice = trees.Choice(targets, exclude, matrix_axes=matrix_axes)
     chosen: dict[str, list[str]] = {}
     for name, own in options.items():
@@ -290,7 +290,7 @@ def sensitivity(
         model = Model(apply, params, matrix_axes)
         inputs = inputs_of(parsed(method)[0].needed, model, given, every)
     elif inputs is not None and not every.intersection(inputs):
-        raise ValueError(
+        raise value_error(
             f"inputs: expected those of weights such as {min(every, default='none')!r}, got {[*inputs]}"
         )
     plan = Sensitivity((), options, matrix_axes, 0, method, inputs or {})
@@ -316,13 +316,13 @@ def _check_options(options: Any) -> None:
     """Raises for anything but arguments of `quantize_params` by name, without the choice of weights."""
     own = options.values() if isinstance(options, Mapping) else ()
     if not isinstance(options, Mapping) or not all(isinstance(x, Mapping) for x in own):
-        raise TypeError(
+        raise type_error(
             "options: expected arguments of quantize_params by names that you choose, such as "
             f"{{'int4': dict(dtype='int4', group_size=32)}}, got {options!r}"
         )
     for name, own in options.items():
         if taken := [x for x in ("targets", "exclude", "matrix_axes", "missing_ok") if x in own]:
-            raise TypeError(
+            raise type_error(
                 f"options: {name!r} has {taken[0]}=, which chooses weights for all options alike; give "
                 "it to sensitivity"
             )

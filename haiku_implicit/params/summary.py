@@ -14,7 +14,7 @@ import numpy as np
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_values, flatten_one_level, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.messages import check_function, text_table
+from haiku_implicit.core.messages import check_function, text_table, type_error, value_error
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, JsonObject, Params, Tree
 from haiku_implicit.params.adapters.parts import check_whole
@@ -120,7 +120,7 @@ def summary(
       total                                                   64  8,704          33,024   8.43
     """
     if depth == 0:
-        raise ValueError("depth: expected None, 1 and more, or -1 and less, got 0")
+        raise value_error("depth: expected None, 1 and more, or -1 and less, got 0")
 
     def is_trained(slots: Sequence[Slot]) -> Sequence[bool]:
         return trained(slots, trainable_dense)
@@ -290,7 +290,7 @@ def compare_params(
 
 def _error_of(path: str, a: Array, b: Array) -> ParameterError:
     if tuple(a.shape) != tuple(b.shape):
-        raise ValueError(f"{path}: the first is {list(a.shape)}, the second {list(b.shape)}")
+        raise value_error(f"{path}: the first is {list(a.shape)}, the second {list(b.shape)}")
     for x in (a, b):
         check_whole(path, x)
         check_values(path, x)
@@ -320,7 +320,7 @@ def _distance_of(path: str, a: Array, b: Array) -> _Distance:
       TypeError: for random keys.
     """
     if any(jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in (a, b)):
-        raise TypeError(
+        raise type_error(
             f"{path}: random keys have no distance; compare jax.random.key_data of them"
         )
     a, b = (np.asarray(x).ravel() for x in (a, b))

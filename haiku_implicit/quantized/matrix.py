@@ -16,7 +16,7 @@ from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.fields import aux_field, frozen_field
-from haiku_implicit.core.messages import expecting
+from haiku_implicit.core.messages import expecting, value_error
 from haiku_implicit.core.sharding import is_split, left_to_partitioner, padded_spec
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.numbers import formats
@@ -253,7 +253,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
           w: a dense weight of this shape.
         """
         if np.shape(w) != self.shape:
-            raise ValueError(f"w: expected shape {list(self.shape)}, got {list(np.shape(w))}")
+            raise value_error(f"w: expected shape {list(self.shape)}, got {list(np.shape(w))}")
         return self.like(jnp.asarray(w))
 
     def like(self, w: jax.Array) -> Self:
@@ -422,7 +422,7 @@ class QuantizedMatrix(ImplicitArray, core_ndim=2):
 def _normalized(axis: int, ndim: int) -> int:
     known = (-2, -1, ndim - 2, ndim - 1)
     if not is_integer(axis) or axis not in known or axis < -2:
-        raise ValueError(f"axis: expected -2 or -1 (one of the matrix's two axes), got {axis!r}")
+        raise value_error(f"axis: expected -2 or -1 (one of the matrix's two axes), got {axis!r}")
     return axis if axis < 0 else axis - ndim
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.array import is_implicit
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, value_error
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats, ranges
@@ -141,7 +141,7 @@ def stored_matrix(x: QuantizedOperand, qtype: str, dtype: DType) -> QuantizedMat
     codes = jnp.swapaxes(codes, -1, -2).reshape(*columns, groups, -1)
     padding = -codes.shape[-1] % fmt.multiple
     if padding and groups > 1:
-        raise ValueError(
+        raise value_error(
             f"tile_size: expected a multiple of {fmt.multiple} for stored codes of {fmt.name!r}, got "
             f"{codes.shape[-1]}"
         )
@@ -213,7 +213,7 @@ def _asymmetric(
     low: jax.Array, high: jax.Array, fmt: formats.Format
 ) -> tuple[jax.Array, jax.Array]:
     if not fmt.is_integer:
-        raise ValueError(
+        raise value_error(
             "calibration method: 'minmax' and ranges that are not symmetric need an integer format, "
             f"got {fmt.name!r}; use 'absmax'"
         )

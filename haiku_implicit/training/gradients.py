@@ -29,7 +29,7 @@ from haiku_implicit.core.array import (
     short,
     static_items,
 )
-from haiku_implicit.core.messages import see, shown, warn_caller
+from haiku_implicit.core.messages import see, shown, value_error, warn_caller
 from haiku_implicit.core.predicates import Targets, is_list, no_match, predicate_of
 from haiku_implicit.core.transform import materialize, use_implicit_args
 from haiku_implicit.core.typing import Array, SameTree, Tree, TreeDef
@@ -103,7 +103,7 @@ def align(treedef: TreeDef, tree: Tree, what: str) -> list[Array]:
         return treedef.flatten_up_to(containers.opened(tree, is_empty))
     except (ValueError, TypeError) as e:
         wanted = treedef.unflatten([_Slot()] * treedef.num_leaves)
-        raise ValueError(f"{what}: {_difference(wanted, tree) or e}") from e
+        raise value_error(f"{what}: {_difference(wanted, tree) or e}") from e
 
 
 class _Slot:
@@ -306,7 +306,7 @@ def combine(trainable: SameTree, frozen: SameTree) -> SameTree:
     values = []
     for slot, other in zip(slots_of(trainable), align(treedef, frozen, "frozen"), strict=True):
         if slot.value is not None and other is not None:
-            raise ValueError(f"{slot.name}: both trainable and frozen have a value here")
+            raise value_error(f"{slot.name}: both trainable and frozen have a value here")
         values.append(other if slot.value is None else slot.value)
     return treedef.unflatten(values)
 
@@ -426,7 +426,7 @@ def _by_position(
             args, kwargs = bound.args, bound.kwargs
     for i in positions:
         if not -len(args) <= i < len(args):
-            raise ValueError(
+            raise value_error(
                 f"argnums: {i} is not among the {len(args)} positional arguments, nor a parameter of "
                 f"the function that is given by keyword ({', '.join(kwargs) or 'none is'}). Give it by "
                 "its position"

@@ -13,7 +13,7 @@ import optax
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray, data_names
 from haiku_implicit.core.containers import opened
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, type_error, value_error
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import naming_lost_types
 from haiku_implicit.core.typing import Array, Params, SameTree, State, Tree, TreeDef
@@ -99,11 +99,11 @@ def freeze_keys(
       9
     """
     if not (isinstance(arr_type, type) and issubclass(arr_type, ImplicitArray)):
-        raise TypeError(f"arr_type: expected a subclass of ImplicitArray, got {arr_type!r}")
+        raise type_error(f"arr_type: expected a subclass of ImplicitArray, got {arr_type!r}")
     names = {keys} if isinstance(keys, str) else set(keys)
     unknown = sorted(names - set(data_names(arr_type)))
     if unknown:
-        raise ValueError(
+        raise value_error(
             f"keys: {arr_type.__name__} has no field {', '.join(map(repr, unknown))} that holds "
             f"arrays; it has {', '.join(map(repr, data_names(arr_type)))}"
         )
@@ -112,7 +112,7 @@ def freeze_keys(
         types = {cls for slot in slots for cls, _ in slot.fields}
         if first and not any(issubclass(cls, arr_type) for cls in types):
             there = ", ".join(sorted(cls.__name__ for cls in types)) or "none"
-            raise ValueError(
+            raise value_error(
                 f"arr_type: no {arr_type.__name__} in the parameters; the implicit types in them: "
                 f"{there}"
             )
@@ -160,7 +160,7 @@ def freeze_subtrees(
         for label, part in zip(slots_of(labels), parts, strict=True):
             known = isinstance(label.value, str) and label.value in ("freeze", "train")
             if not known and not is_empty(label.value):
-                raise ValueError(
+                raise value_error(
                     f"label_fn: expected 'freeze' or 'train' at {label.name!r}, got {label.value!r}"
                 )
             flags += [known and label.value == "train"] * len(slots_of(part))

@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from haiku_implicit.core.array import flatten
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.typing import Array, DType, Params, State, Tree
 from haiku_implicit.quantized.numbers.options import is_positive_integer
@@ -86,7 +87,7 @@ def quantized_state(
     """
     for name, value in (("block", block), ("min_size", min_size)):
         if not is_positive_integer(value):
-            raise ValueError(f"{name}: expected a positive number, got {value!r}")
+            raise value_error(f"{name}: expected a positive number, got {value!r}")
     # An error now, not at the first step.
     jax.eval_shape(lambda x: QuantizedBlocks.quantize(x, dtype, block), jnp.zeros(block))
     inner = optax.with_extra_args_support(optimizer)

@@ -16,6 +16,7 @@ import jax
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.bind import is_hashable
 from haiku_implicit.core.eager import BY_IDENTITY
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.transform import is_value, tree_flatten_with_implicit
 from haiku_implicit.core.typing import Array, Tree
 
@@ -104,7 +105,7 @@ def auto_jit(fun: Any = None, *, cache_size: int = 128) -> Any:
     if fun is None:
         return functools.partial(auto_jit, cache_size=cache_size)
     if not isinstance(cache_size, int) or cache_size < 1:
-        raise ValueError(
+        raise value_error(
             f"auto_jit: cache_size must be an integer of 1 or more, got {cache_size!r}"
         )
 
@@ -152,7 +153,7 @@ class _Rebuilt:
                 if treedef != old_treedef or any(
                     a is not b for a, b in zip(leaves, old_leaves, strict=True)
                 ):
-                    raise TypeError(
+                    raise type_error(
                         f"auto_jit: the function sets the attribute {name!r} of a "
                         f"{type(x).__name__}, which would be lost: it has a copy of the object. "
                         "Return the new value, and set the attribute outside"
@@ -316,7 +317,7 @@ def _named(fun: Any, args: Any, kwargs: Any, e: _NotHashable) -> TypeError:
     except (TypeError, ValueError):  # without a signature, or for a call that does not fit it
         arguments |= dict(args=args, **kwargs)
     name = "/".join(_path_to(e.leaf, arguments))
-    return TypeError(
+    return type_error(
         f"auto_jit: {name}{e.path} is neither an array nor hashable, so that it can be neither traced "
         f"nor static: a {type(e.x).__name__}, {e.x!r:.60}. Make it a tuple, a frozenset or a frozen "
         "dataclass, or register its class as a pytree (jax.tree_util.register_dataclass)"

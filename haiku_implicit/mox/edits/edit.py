@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import Literal, Var, jaxpr_as_fun
 from jax.extend.core import primitives as jex
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.edits.higher import Changes
 from haiku_implicit.mox.program import interface, tree
@@ -65,12 +66,12 @@ def replace(
 def _check(site: Site) -> None:
     """Raises a ValueError if a node can't be replaced."""
     if any(x.is_differentiated for x in (*site.region.around, site.node)):
-        raise ValueError(
+        raise value_error(
             f"{site.node!r} can't be replaced: the model differentiates it (an inner jax.grad), and "
             "the equations of its derivative would stay what they are"
         )
     if getattr(getattr(site.node, "call", None), "bypassed", False):
-        raise ValueError(
+        raise value_error(
             f"{site.node!r} can't be replaced: it is in a loop, a branch or a traced function, "
             "and the model keeps arrays from outside in containers or attributes, and reads them there "
             "again and not of the call. Hand them through the loop, or return copies of containers"
@@ -146,7 +147,7 @@ class Edit:
         children = tree.needed(own.body.children, set(tree.variables(face.returns)), effects=True)
         read = tree.uses(children, face.returns)
         if not self.key and read[face.rng.atoms[0]]:
-            raise ValueError(
+            raise value_error(
                 f"{node!r}: the replacement draws random numbers, and the model has no key"
             )
         pairs = [*zip(face.args.atoms, piece.inputs, strict=True), *shared]
@@ -204,7 +205,7 @@ class Edit:
                     continue
                 avals = [[v.aval.strip_weak_type() for v in x.atoms] for x in (first[path], slot)]
                 if avals[0] != avals[1]:
-                    raise ValueError(
+                    raise value_error(
                         f"{node!r}: {'/'.join(path)!r} is {avals[1]} here, and {avals[0]} for another "
                         "node. Give each a path of its own (path=)"
                     )
@@ -248,7 +249,7 @@ class Edit:
         for kind in ("params", "state"):
             for path in self.added[kind]:
                 if path in getattr(face, kind):
-                    raise ValueError(
+                    raise value_error(
                         f"{kind}: the model has {'/'.join(path)!r}, and a replacement makes another "
                         "one. Give it another place: path="
                     )

@@ -18,6 +18,7 @@ from jax.extend.core import Var
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array, Key, Params, State, Tree
 from haiku_implicit.mox.program.interface import by_path, by_variable, nested
 from haiku_implicit.mox.program.program import Piece, Program, run
@@ -69,7 +70,7 @@ def piece_of_equation(node: Any, changes: Changes, known: set[Var]) -> Piece:
     """
     make = _MAKERS.get(node.primitive)
     if make is None:
-        raise ValueError(
+        raise value_error(
             f"nothing can be replaced in the body of {node!r}"
             + _REASONS.get(node.primitive, f": there is no rule for {node.primitive.name}")
         )
@@ -180,7 +181,7 @@ def _remat(node: Equation, pieces: Pieces, known: set[Var]) -> Functions:
 def _cond(node: Equation, pieces: Pieces, known: set[Var]) -> Functions:
     """The functions of `jax.lax.switch` and `cond`: each branch has the state of all branches."""
     if node.eqn.params.get("branches_platforms"):
-        raise ValueError(f"nothing can be replaced in {node!r}, whose branches are for platforms")
+        raise value_error(f"nothing can be replaced in {node!r}, whose branches are for platforms")
     branches = list(pieces.values())
 
     def init(rng: Key | None, index: Any, *arrays: Array) -> Tree:
@@ -216,7 +217,7 @@ def _while(node: Any, pieces: Pieces, known: set[Var]) -> Functions:
         cond_consts, body_consts, carry = _cut(arrays, num_cond, num_body)
         first, second = cond.init(rng, *cond_consts, *carry), step.init(rng, *body_consts, *carry)
         if by_path(first[1]):
-            raise ValueError(
+            raise value_error(
                 f"{node!r}: a replacement in its condition has state, which can't change"
             )
         return nested(by_path(first[0]) | by_path(second[0])), second[1]
@@ -340,7 +341,7 @@ def _without_taps(node: Equation, made: Any) -> Tree:
     if taps:
         loop = node.primitive is jex.while_p
         reason = "it runs an unknown number of times" if loop else "it may not run"
-        raise ValueError(
+        raise value_error(
             f"no value can be tapped in the body of {node!r}: {reason}. Tap the {node.primitive.name} "
             f"itself ('//{node.primitive.name}') for what it returns; or look at values as they are "
             "computed, by mox.patch(where, function) with a jax.debug.callback in the function"

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 from jax.extend.core import primitives as jex
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array, Key, Tree
 from haiku_implicit.mox.edits.edit import Edit
 from haiku_implicit.mox.edits.higher import Changes
@@ -143,7 +144,7 @@ def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None)
       layer: the layer of the stack around the call; for nested stacks, one layer for each.
     """
     if not isinstance(node, ModuleCall) or node.call is None:
-        raise ValueError(f"where: expected the call of a module, got {node!r}")
+        raise value_error(f"where: expected the call of a module, got {node!r}")
     (site,) = sites_of(mox.body, [node])
     body, nodes, unknown = _scope_of(mox.body, site, layer)
     original, face = Original(site.region.body, node), mox.interface
@@ -153,7 +154,7 @@ def extracted(mox: Program, node: Any, layer: int | Sequence[int] | None = None)
     read = tree.uses(children, original.captured)
     for v, reason in [*((v, _ARGUMENTS) for v in face.args.atoms), *unknown.items()]:
         if read[v]:
-            raise ValueError(f"{node!r} can't be extracted: {reason}")
+            raise value_error(f"{node!r} can't be extracted: {reason}")
     own = _interface(face, node, original, read)
     whole = dataclasses.replace(mox, body=body)
     part = pruned(whole, own, (*children, original.call))
@@ -231,7 +232,7 @@ def _checked_layers(site: Site, layer: int | Sequence[int] | None) -> Sequence[i
     given = list(layer) if isinstance(layer, Sequence) else [layer]
     pairs = zip(given, lengths, strict=False)
     if len(given) != len(lengths) or not all(0 <= i < n for i, n in pairs):
-        raise ValueError(f"layer: {site.node!r} is {_described(lengths)}, got {layer!r}")
+        raise value_error(f"layer: {site.node!r} is {_described(lengths)}, got {layer!r}")
     return given
 
 
@@ -311,7 +312,7 @@ def shared(mox: Program, taking: Mapping[str, str]) -> Program:
     for module, of in taking.items():
         for path, source in _pairs(old, module, of):
             if sources.setdefault(path, source) != source:
-                raise ValueError(
+                raise value_error(
                     f"share: {'/'.join(path)!r} would take those of {'/'.join(sources[path])!r} and of "
                     f"{'/'.join(source)!r}: give each module one other"
                 )
@@ -329,12 +330,12 @@ def _pairs(entries: Mapping[Path, Slot], module: str, of: str) -> Iterator[tuple
     own, other = (_below(entries, path) for path in (module, of))
     for name, found in ((module, own), (of, other)):
         if not found:
-            raise ValueError(f"share: no parameter of the model is below {name!r}")
+            raise value_error(f"share: no parameter of the model is below {name!r}")
     for (rest, name), slot in own.items():
         source = other.get((rest, name))
         there, here = ([v.aval.str_short() for v in x.atoms] for x in (source or slot, slot))
         if source is None or there != here:
-            raise ValueError(
+            raise value_error(
                 f"share: {module!r} can't have the parameters of {of!r}: "
                 f"{f'{rest}/{name}'.lstrip('/')!r} is {', '.join(here)}, and there it is "
                 f"{'missing' if source is None else ', '.join(there)}"
@@ -349,7 +350,7 @@ def _last_source(path: Path, sources: Mapping[Path, Path]) -> Path:
         way.append(sources[way[-1]])
         if way[-1] in way[:-1]:
             circle = ", ".join(module for module, _ in way[way.index(way[-1]) :])
-            raise ValueError(
+            raise value_error(
                 "share: each of these modules takes the parameters of the next one, in a circle: "
                 f"{circle}. Leave one out; to exchange their parameters, rename them"
             )
@@ -378,12 +379,12 @@ def renamed(mox: Program, nodes: Sequence[Node], name: str | Callable[[str], str
     for site in sites:
         old = getattr(site.node, "path", "")
         if not old:
-            raise ValueError(f"where: {site.node!r} has no name: choose calls of modules")
+            raise value_error(f"where: {site.node!r} has no name: choose calls of modules")
         new = name(old) if callable(name) else name
         new = new if "/" in new or callable(name) else "/".join([*old.split("/")[:-1], new])
         names[old] = new
     if len(names) > 1 and not callable(name):
-        raise ValueError(
+        raise value_error(
             f"{name!r} can't be the name of {', '.join(names)}: give a function of the path"
         )
     face = mox.interface
@@ -409,6 +410,8 @@ def _with_names(entries: Mapping[Path, Array], names: Mapping[str, str]) -> dict
     for (module, name), x in entries.items():
         path = _new_name(module, names), name
         if path in new:
-            raise ValueError(f"there would be two {'/'.join(path)!r}: give the module another name")
+            raise value_error(
+                f"there would be two {'/'.join(path)!r}: give the module another name"
+            )
         new[path] = x
     return new

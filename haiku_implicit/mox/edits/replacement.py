@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 from jax.interpreters import ad, batching
 
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.transform import Static
 from haiku_implicit.core.typing import Array, Aval, Params, Primitive, State, Tree
 from haiku_implicit.mox.program import marks, tree
@@ -112,7 +113,7 @@ def before(site: Site, function: Any) -> Piece:
     args, _ = structure.merge([_ARRAY] * structure.num_arrays)
     places = [i for i, x in enumerate(args) if any(y is _ARRAY for y in jax.tree.leaves(x))]
     if not places:
-        raise ValueError(
+        raise value_error(
             f"{site.node!r} is given no arrays by position, but {described(structure)}. Take them "
             "by their names: wrap(where, lambda original, **kwargs: original(...))"
         )
@@ -209,7 +210,7 @@ def structures_of(node: Node) -> tuple[Static, Static]:
     """
     if isinstance(node, ModuleCall) and node.call and node.call.results:
         if node.call.results.treedef is None:
-            raise ValueError(
+            raise value_error(
                 f"{node!r} returns something that is no tree to JAX, such as a dict whose keys can't "
                 "be sorted. Choose another node"
             )
@@ -248,7 +249,7 @@ def callable_of(
     if isinstance(replacement, type) and issubclass(replacement, hk.Module):
         replacement = functools.partial(replacement, **_config_for(replacement, config))
     if not callable(replacement):
-        raise TypeError(
+        raise type_error(
             "replacement: expected a function, a class or a factory of modules, a module expression, "
             f"a transformed function or None, got {type(replacement).__name__}"
         )
@@ -309,13 +310,13 @@ def _checked(node: Node, out: Tree) -> list[Array]:
     structure, arrays = marks.split(out, lambda x: is_array(x) and id(x) not in kept)
     taken = [[x is None for x in tree.leaves] for tree in (structure, results)]
     if not same_structure(structure.treedef, results.treedef) or taken[0] != taken[1]:
-        raise ValueError(
+        raise value_error(
             f"{node!r}: the replacement has to return {described(results)}, and returned "
             f"{described(structure)}"
         )
     for old, new in zip(results.leaves, structure.leaves, strict=True):
         if old and new and not identical(old[0], new[0]):
-            raise ValueError(
+            raise value_error(
                 f"{node!r}: the replacement has to return {old[0]!r}, which the rest of the model was "
                 f"traced with, and returned {new[0]!r}. To change it, change the model and make its "
                 "expression again"
@@ -336,7 +337,7 @@ def _as(what: str, aval: Aval, x: Array) -> Array:
     x = jnp.asarray(x)
     if x.shape != aval.shape or x.dtype != aval.dtype:
         found = f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
-        raise ValueError(f"{what} of the replacement has to be {aval.str_short()}, and is {found}")
+        raise value_error(f"{what} of the replacement has to be {aval.str_short()}, and is {found}")
     weak = jax.typeof(x).weak_type and not aval.weak_type
     return jax.lax.convert_element_type(x, aval.dtype) if weak else x
 
@@ -369,7 +370,7 @@ def _levels_of(node: ModuleCall) -> tuple[_Level, ...]:
     inner: list[Any] = [None] * len(node.seen_results)
     seen, seen_results = node.seen or inner, node.seen_results
     if len(seen) != len(seen_results):
-        raise ValueError(f"{node!r} can't be replaced: it is under vmap in parts")
+        raise value_error(f"{node!r} can't be replaced: it is under vmap in parts")
     levels = []
     for i, (given, results) in enumerate(zip(seen, seen_results, strict=True)):
         axes = given.axes if given else (None,) * len(node.inputs)
@@ -410,7 +411,7 @@ def _mapped(piece: Piece, what: str, level: _Level) -> Piece:
 
         params, state = jax.vmap(one, in_axes=axes, out_axes=None, **options)(*arrays)
         if by_path(state):
-            raise ValueError(f"{what}: the replacement has state, and is under vmap")
+            raise value_error(f"{what}: the replacement has state, and is under vmap")
         return params, state
 
     def apply(params: Params, state: State, rng: jax.Array, *arrays: Array) -> Tree:
@@ -482,7 +483,7 @@ def _moved(level: _Level, x: Array, has: int | None, wanted: int | None) -> Arra
     if wanted is None:
         if has is None:
             return x
-        raise ValueError(
+        raise value_error(
             f"{level.name}: the original takes one array for all elements here, and was given one for "
             "each. Give another function in its place (sub)"
         )
@@ -492,7 +493,7 @@ def _moved(level: _Level, x: Array, has: int | None, wanted: int | None) -> Arra
 
 
 def _differentiate(*_: Any, levels: Any, **__: Any) -> Any:
-    raise ValueError(
+    raise value_error(
         f"{levels[0].name}: the original can't be differentiated within the function, under vmap"
     )
 

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fu
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array, Aval, EqnParam, EqnParams, JsonObject
 from haiku_implicit.mox.format.derivatives import RULES
 from haiku_implicit.mox.format.values import Unsaveable, one_of, require, same_shape, same_type
@@ -181,7 +182,7 @@ def _require_names(
     for verb, wrong in (("has to have", missing), ("does not have", foreign)):
         if wrong:
             plural = "s" * (len(wrong) > 1)
-            raise ValueError(f"{name} {verb} the parameter{plural} {', '.join(map(repr, wrong))}")
+            raise value_error(f"{name} {verb} the parameter{plural} {', '.join(map(repr, wrong))}")
 
 
 def _made_of(primitive: Primitive, types: Iterable[Aval]) -> list[JaxprEqn]:
@@ -343,7 +344,7 @@ def check_types(
 ) -> None:
     """Raises a ValueError unless types of arrays are the expected ones."""
     if len(found) != len(expected) or not all(map(fit, found, expected)):
-        raise ValueError(f"{what} {_str(found)}, not {_str(expected)}")
+        raise value_error(f"{what} {_str(found)}, not {_str(expected)}")
 
 
 def _in_avals(jaxpr: Any) -> list[Aval]:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array, Aval, Json
 from haiku_implicit.mox.format import equations, values
 from haiku_implicit.mox.format.derivatives import (
@@ -239,7 +240,7 @@ class _BodyReader:
                 known[text] = _literal(x)
             return known[text]
         if of_type(x, int, "a variable") not in self.values:
-            raise ValueError(f"variable {x} is not defined yet")
+            raise value_error(f"variable {x} is not defined yet")
         return self.values[x]
 
     def atoms(self, name: str, x: Mapping[str, Json]) -> list[Any]:
@@ -265,10 +266,10 @@ class _BodyReader:
     def define(self, x: Mapping[str, Json], name: str, found: Sequence[Any]) -> None:
         variables = _list(x, name)
         if len(variables) != len(found):
-            raise ValueError(f"{len(found)} results have {len(variables)} variables")
+            raise value_error(f"{len(found)} results have {len(variables)} variables")
         for v, value in zip(variables, found, strict=True):
             if of_type(v, int, "a variable") in self.values:
-                raise ValueError(f"variable {v} is there already")
+                raise value_error(f"variable {v} is there already")
             self.values[v] = value
 
     # --- equations ---

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array, Aval, DType, Json, JsonObject
 from haiku_implicit.files import dtypes
 from haiku_implicit.mox.show import view
@@ -30,13 +31,13 @@ class Unsaveable(ValueError):
 def require(condition: Any, reason: str) -> None:
     """Raises a ValueError with this reason unless a condition on the file's contents holds."""
     if not condition:
-        raise ValueError(reason)
+        raise value_error(reason)
 
 
 def of_type(x: Json, kind: type, what: str) -> Json:
     """Returns a value from a file if it is of this type, or raises. A boolean is not a number."""
     if type(x) is not kind:
-        raise ValueError(f"{what} has to be a {_JSON_NAMES[kind]}, got {type(x).__name__}")
+        raise value_error(f"{what} has to be a {_JSON_NAMES[kind]}, got {type(x).__name__}")
     return x
 
 
@@ -321,7 +322,7 @@ class Shown:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises a ValueError, because the function is not in the file."""
-        raise ValueError(f"{self.given} is not in the file that the expression comes from")
+        raise value_error(f"{self.given} is not in the file that the expression comes from")
 
 
 # --- the table ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from jax.extend.core import Var
 from haiku_implicit.core import transform
 from haiku_implicit.core.array import dense_struct, is_implicit
 from haiku_implicit.core.literals import as_literal
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, type_error, value_error
 from haiku_implicit.core.transform import Static
 from haiku_implicit.core.typing import Array, Aval, Key, Tree
 from haiku_implicit.mox.program import marks
@@ -183,7 +183,7 @@ class Interface:
             entries = by_path(given.get(kind), kind)
             for path, slot in slots.items():
                 if path not in entries:
-                    raise ValueError(
+                    raise value_error(
                         f"{kind}: there is no {'/'.join(path)!r}, which the model reads. Pass all that "
                         "init gives"
                     )
@@ -202,14 +202,14 @@ class Interface:
         names = [name for name in self.leading if name not in kwargs]
         if len(args) < len(names):
             missing = ", ".join(names[len(args) :])
-            raise TypeError(f"missing: {missing}. The arguments are {self.apply_signature}")
+            raise type_error(f"missing: {missing}. The arguments are {self.apply_signature}")
         first = dict(zip(names, args, strict=False))
         first |= {name: kwargs[name] for name in self.leading if name in kwargs}
         rest = {name: x for name, x in kwargs.items() if name not in self.leading}
         try:
             named = named_arguments(self.signature, args[len(names) :], rest)
         except TypeError as e:
-            raise TypeError(f"{e}. The arguments are {self.apply_signature}") from None
+            raise type_error(f"{e}. The arguments are {self.apply_signature}") from None
         return dict(first, args=named)
 
 
@@ -225,7 +225,7 @@ def named_arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dic
         try:
             jax.tree.structure(x)
         except (TypeError, ValueError) as e:
-            raise TypeError(f"{name}: expected arrays in a tree of JAX's. {e}") from None
+            raise type_error(f"{name}: expected arrays in a tree of JAX's. {e}") from None
     return dict(bound.arguments)
 
 
@@ -237,7 +237,7 @@ def by_path(tree: Tree, kind: str = "params") -> dict[Path, Array]:
     """
     tree = {} if tree is None else tree
     if not (isinstance(tree, Mapping) and all(isinstance(x, Mapping) for x in tree.values())):
-        raise TypeError(
+        raise type_error(
             f"{kind}: expected what init gives, a dictionary by module and name, got "
             f"{type(tree).__name__}"
         )
@@ -289,7 +289,7 @@ def key_like(key: jax.Array | None, variables: Sequence[Any], draws: Callable[[]
     """Converts a random key to the program's kind. None gives any key, if no result depends on it."""
     if not variables:
         if key is not None:
-            raise ValueError(
+            raise value_error(
                 "rng: the expression was made without a key, and got one. Make another: rng=key"
             )
         return None
@@ -297,7 +297,7 @@ def key_like(key: jax.Array | None, variables: Sequence[Any], draws: Callable[[]
     typed = jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.prng_key)
     if key is None:
         if draws():
-            raise ValueError(
+            raise value_error(
                 "rng: the expression draws random numbers, and got None for a key. Pass a key, or make "
                 "one without: rng=None"
             )
@@ -322,7 +322,7 @@ def checked(label: str, tree: Static, avals: Sequence[Aval], value: Any) -> list
     """
     leaves, treedef = transform.tree_flatten_with_implicit(value)
     if not same_structure(treedef, tree.treedef):
-        raise ValueError(_other_structure(label, tree.merge(avals), value))
+        raise value_error(_other_structure(label, tree.merge(avals), value))
     expected, arrays = iter(avals), []
     for i, (x, static) in enumerate(zip(leaves, tree.leaves, strict=True)):
         where = functools.partial(_name_of_leaf, label, value, i)

@@ -16,6 +16,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.bind import bind
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.transform import Static, tree_leaves_with_implicit
 from haiku_implicit.core.typing import Array, Params, State, Tree
 from haiku_implicit.mox.program import interface, marks, tree
@@ -115,7 +116,7 @@ class Program:
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> Any:
-        raise TypeError(
+        raise type_error(
             "a module expression can't be pickled. save(path, mox) writes it to a file, and load(path) "
             "reads it"
         )
@@ -131,7 +132,7 @@ def checked(call: str, x: Any) -> None:
     if not isinstance(x, Program):
         transformed = isinstance(x, hk.Transformed | hk.TransformedWithState)
         made = ": make one with make_mox(model)(*args)" if transformed else ""
-        raise TypeError(f"{call}: mox has to be a module expression, got {type(x).__name__}{made}")
+        raise type_error(f"{call}: mox has to be a module expression, got {type(x).__name__}{made}")
 
 
 ANY_KEY = "any key"
@@ -283,7 +284,7 @@ def _marked(fun: Callable[..., Any], arrays: Array) -> ClosedJaxpr:
         closed, error, results = _traced(fun, arrays, way)
         changed = results.changed
         if changed and way is not marks.Way.COPIES:
-            raise ValueError(
+            raise value_error(
                 f"make_mox: {changed.call} returns a {type(changed.container).__name__} that others "
                 "hold, too, and the model changes it afterwards. That can be followed in lists, "
                 "dictionaries and objects whose attributes can be set: return one of these, or a copy"
@@ -341,7 +342,7 @@ def init_called(what: str, way_out: str) -> Iterator[None]:
     except ValueError as e:
         if what in str(e):  # of a model that was changed twice
             raise
-        raise ValueError(f"{what}: {e}\n{way_out}") from e
+        raise value_error(f"{what}: {e}\n{way_out}") from e
     except Exception as e:
         e.add_note(f"{what}. {way_out}")
         raise

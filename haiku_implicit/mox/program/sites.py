@@ -16,6 +16,7 @@ from jax.extend.core import Literal, Var
 from jax.extend.core import primitives as jex
 
 from haiku_implicit.core import compat
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.mox.program import tree
 from haiku_implicit.mox.program.interface import Path
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
@@ -205,7 +206,7 @@ def sites_of(
     """
     for node in nodes:
         if isinstance(node, Body):
-            raise ValueError(f"where: {node!r} is a body: choose calls of modules, or equations")
+            raise value_error(f"where: {node!r} is a body: choose calls of modules, or equations")
     wanted, start = frozenset(map(id, nodes)), _Around(Region(root, params or {}))
     for deep in (False, True):
         found = list(_search(root.children, wanted, start, deep))
@@ -214,7 +215,7 @@ def sites_of(
             break
     else:
         other = next(x for x in nodes if id(x) in lost)
-        raise ValueError(f"where: {other!r} is not a node of this expression, but of another one")
+        raise value_error(f"where: {other!r} is not a node of this expression, but of another one")
     counts: collections.Counter[Any] = collections.Counter()
     sites = []
     for node, around in found:

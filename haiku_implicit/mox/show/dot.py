@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.mox.program import tree
 from haiku_implicit.mox.program.interface import Interface, Slot, by_variable
 from haiku_implicit.mox.program.sites import Region, given_to, known_among
@@ -21,7 +22,7 @@ Origins = dict[Any, set[str]]
 def dot(body: Body, interface: Interface, depth: int | None = None) -> str:
     """The graph of an expression: see `Mox.to_dot`."""
     if depth is not None and (not isinstance(depth, int) or depth < 1):
-        raise ValueError(f"depth: expected a number of levels, 1 or more, or None, got {depth!r}")
+        raise value_error(f"depth: expected a number of levels, 1 or more, or None, got {depth!r}")
     return "\n".join(_Graph(depth).lines(body, interface)) + "\n"
 
 

@@ -10,6 +10,7 @@ import string
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.mox.program.interface import Path
 from haiku_implicit.mox.show.outline import Row, totals, with_unit
 from haiku_implicit.mox.show.view import clean
@@ -35,7 +36,7 @@ class Colors:
         for path in self.given or ():
             if path not in known:
                 close = difflib.get_close_matches(path, known) or sorted(known)[:5]
-                raise ValueError(
+                raise value_error(
                     f"values: the model has no module and no parameter {path!r}. There are "
                     f"{', '.join(close)}"
                 )
@@ -84,7 +85,7 @@ def _number(path: str, x: Any) -> float:
     try:
         return float(x)
     except (TypeError, ValueError):
-        raise ValueError(f"values: expected a number for {path!r}, got {x!r}") from None
+        raise value_error(f"values: expected a number for {path!r}, got {x!r}") from None
 
 
 def page(root: Row, values: Mapping[str, Any] | None = None) -> str:

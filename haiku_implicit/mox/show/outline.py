@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Aval
 from haiku_implicit.mox.program.interface import Interface, Path, by_variable
 from haiku_implicit.mox.program.sites import Region, known_among
@@ -241,7 +242,7 @@ def text(root: Row, depth: int | None = None) -> str:
       depth: how many levels of modules to show; None for all.
     """
     if depth is not None and (not isinstance(depth, int) or depth < 0):
-        raise ValueError(f"depth: expected a number of levels, 0 or more, or None, got {depth!r}")
+        raise value_error(f"depth: expected a number of levels, 0 or more, or None, got {depth!r}")
     lines = [f"model: {root.shapes}", *_lines(root, depth)]
     if depth is not None and depth < height(root):
         lines.append(f"(to depth {depth} of {height(root)})")

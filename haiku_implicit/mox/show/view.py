@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from haiku_implicit.core.messages import imported
+from haiku_implicit.core.messages import imported, see, type_error, value_error
 from haiku_implicit.core.typing import Array, Aval
 from haiku_implicit.mox.program import tree
 from haiku_implicit.mox.program.tree import Atom, Body, Equation, ModuleCall, Node
@@ -55,7 +55,7 @@ class View:
             faster = f"/descendant::{found[1]}" if found else xpath
             result = self.root.xpath(faster, smart_strings=False)
         except (self.etree.XPathError, ValueError) as e:
-            raise ValueError(f"query: {xpath!r} is not an XPath expression: {e}") from None
+            raise value_error(f"query: {xpath!r} is not an XPath expression: {e}") from None
         if not isinstance(result, list):
             return result
         return [self.nodes.get(x, x) if self.etree.iselement(x) else x for x in result]
@@ -67,7 +67,7 @@ class View:
             if text != "true" and self.root.xpath("//@*[name()=$n and .=$t]", n=name, t=text):
                 continue  # the model has this text
             means = f"@{name}" if text.lower() == "true" else f"not(@{name})"
-            raise ValueError(
+            raise value_error(
                 "query: an attribute that is False or None is not there. In place of "
                 f"{found[0]} write {means}"
             )
@@ -236,7 +236,9 @@ def with_path(root: Body, pattern: str) -> list[ModuleCall]:
         paths = list(dict.fromkeys(node.path for node in there))
         close = difflib.get_close_matches(pattern, paths) or _with_close_names(pattern, paths)
         there_are = ", ".join(close or paths[:5]) or "no modules"
-        raise KeyError(f"no module has the path {pattern!r}. There are {there_are}")
+        raise KeyError(
+            f"no module has the path {pattern!r}. There are {there_are} {see('module-expressions')}"
+        )
     return found
 
 
@@ -287,18 +289,18 @@ def find(mox: Any, where: Where) -> list[Node]:
     if isinstance(where, str):
         found = mox.query(where) if is_xpath(where) else mox[where]
         if not isinstance(found, list) or not all(isinstance(x, _NODES) for x in found):
-            raise ValueError(f"where: {where!r} gives {found!r}, and not nodes")
+            raise value_error(f"where: {where!r} gives {found!r}, and not nodes")
     elif isinstance(where, Sequence):
         found = _in_order(mox.body, [x for part in where for x in find(mox, part)])
     elif callable(where):
         found = mox.select(where)
     else:
-        raise TypeError(
+        raise type_error(
             "where: expected an XPath, a glob over paths, a class of modules, a function of a node, a "
             f"node, or a list of these, got {type(where).__name__}"
         )
     if not found:
-        raise ValueError(
+        raise value_error(
             f"where: nothing in the expression is {where!r}. {_what_there_is(mox, where)}"
         )
     return found
@@ -346,7 +348,7 @@ def select(root: Body, what: type | Callable[[Node], Any]) -> Any:
     if isinstance(what, type):
         return [x for x in calls(root) if x.cls is not None and issubclass(x.cls, what)]
     if not callable(what):
-        raise TypeError(
+        raise type_error(
             f"select: expected a class of modules or a function of a node, got {what!r}"
         )
     try:

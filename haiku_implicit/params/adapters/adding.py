@@ -18,7 +18,7 @@ from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit
 from haiku_implicit.core.array import data_names, frozen_names, is_implicit
 from haiku_implicit.core.keys import KeySource, as_key_source
-from haiku_implicit.core.messages import see, shown, warn_caller
+from haiku_implicit.core.messages import see, shown, type_error, value_error, warn_caller
 from haiku_implicit.core.predicates import Targets, compiled, no_match
 from haiku_implicit.core.typing import Array, DType, Key, SameTree, Tree
 from haiku_implicit.params.trees import trees
@@ -165,7 +165,7 @@ def add_adapter(
     """
     kind, name = _kind_of(method)
     if dtype is not None and not jnp.issubdtype(dtype, np.floating):
-        raise TypeError(f"dtype: expected a floating dtype or None, got {dtype!r}")
+        raise type_error(f"dtype: expected a floating dtype or None, got {dtype!r}")
     of_weight = _options_of(kind, name, options, patterns or {})
     key = as_key_source(key)
     _check_key(kind, name, key)
@@ -197,7 +197,7 @@ def _check_key(kind: Any, name: str, key: KeySource) -> None:
     with_shared: Any = getattr(kind.with_shared, "__func__", None)
     shares = kind.one_key or with_shared is not Adapter.__dict__["with_shared"].__func__
     if callable(key) and shares:
-        raise ValueError(f"method {name!r}: all weights share one key; give key= a key or a seed")
+        raise value_error(f"method {name!r}: all weights share one key; give key= a key or a seed")
 
 
 def _room(kind: Any, of_weight: Callable[[str], dict[str, Any]]) -> Room:
@@ -254,14 +254,14 @@ def _kind_of(method: Any) -> tuple[Any, str]:
     if isinstance(method, str):
         kind = method_named(method)
         if kind is None:
-            raise ValueError(
+            raise value_error(
                 f"method: expected one of {names}, or a subclass of "
                 f"haiku_implicit.adapters.Adapter, got {method!r}"
             )
         return kind, method
     is_kind = isinstance(method, type) and issubclass(method, Adapter)
     if not is_kind or not callable(getattr(method, "create", None)):
-        raise TypeError(
+        raise type_error(
             "method: expected a subclass of haiku_implicit.adapters.Adapter that has a class method "
             f"create(w, key, **options), or its name, one of {names}; got {method!r}"
         )
@@ -272,7 +272,7 @@ def _created(kind: Any, value: Array, key: KeySource, options: Mapping[str, Any]
     """A weight with an adapter; raises if `create` of its type makes anything else."""
     new = kind.create(value, key, **options)
     if not isinstance(new, Adapter) or tuple(new.shape) != tuple(value.shape):
-        raise TypeError(
+        raise type_error(
             f"{kind.__name__}.create: expected a {kind.__name__} of the shape {list(value.shape)}, "
             f"got {describe(new) if hasattr(new, 'shape') else type(new).__name__}"
         )
@@ -346,7 +346,7 @@ def _options_of(
         missing = [own for own, needed in (known or {}).items() if needed and own not in given]
         if wrong or missing:
             names = (f"{own}{'' if needed else ' (optional)'}" for own, needed in known.items())  # type: ignore[union-attr]
-            raise ValueError(
+            raise value_error(
                 f"method {name!r}: expected the options {', '.join(names) or 'none'}, got "
                 f"{', '.join(sorted(given)) or 'none'}"
             )
@@ -363,11 +363,11 @@ def checked_patterns(patterns: Patterns) -> list[tuple[re.Pattern[str], Mapping[
     """The argument `patterns` with compiled expressions; raises if it has another type."""
     example = "such as {'.*/mlp/.*': {'rank': 4}}"
     if not isinstance(patterns, Mapping):
-        raise TypeError(
+        raise type_error(
             "patterns: expected a mapping from regular expressions to mappings of options, "
             f"{example}, got {patterns!r}"
         )
     for pattern, own in patterns.items():
         if not isinstance(own, Mapping):
-            raise TypeError(f"patterns: expected options for {pattern!r}, {example}, got {own!r}")
+            raise type_error(f"patterns: expected options for {pattern!r}, {example}, got {own!r}")
     return [(compiled("patterns", pattern), more) for pattern, more in patterns.items()]

@@ -15,6 +15,7 @@ import numpy as np
 from haiku_implicit.arrays.lora import RestLoRA
 from haiku_implicit.arrays.matrix_view import matrix_of
 from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.typing import Array, Params
@@ -85,7 +86,7 @@ class AdapterBank:
           ValueError: for a capacity below 1, and as `add_lora` does.
         """
         if not is_positive_integer(capacity):
-            raise ValueError(f"capacity: expected an integer, 1 or more, got {capacity!r}")
+            raise value_error(f"capacity: expected an integer, 1 or more, got {capacity!r}")
         options: dict[str, Any] = dict(targets=targets, exclude=exclude, matrix_axes=matrix_axes)
         zeros = jax.nn.initializers.zeros
         whole = add_lora(params, 0, rank=rank, alpha=float(rank), init=zeros, **options)
@@ -120,7 +121,7 @@ class AdapterBank:
         parts.checked_parts("adapter", adapter, refused)
         unknown = sorted(set(adapter.weights) - set(self.slots))
         if unknown:
-            raise ValueError(
+            raise value_error(
                 f"{unknown[0]}: not a target of the bank; give its targets= when it is made"
             )
         if check_base:
@@ -168,7 +169,7 @@ class AdapterBank:
             if parameter.path not in factors:
                 return parameter.value
             if not is_implicit(parameter.value):
-                raise TypeError(
+                raise type_error(
                     "params: the bank is an argument of a wrapped function (use_implicit_args or "
                     "hki.grad), in which its LoRA weights read as dense arrays. Differentiate with "
                     "jax.grad, with respect to bank.slots"
@@ -194,11 +195,11 @@ class AdapterBank:
         except TypeError:  # another dtype, or an array with axes
             number = None
         if number is None:
-            raise ValueError(
+            raise value_error(
                 f"slot: expected an integer from 0 to {self.capacity - 1}, got {slot!r}"
             )
         if not 0 <= number < self.capacity:
-            raise ValueError(f"slot: expected 0 to {self.capacity - 1}, got {slot}")
+            raise value_error(f"slot: expected 0 to {self.capacity - 1}, got {slot}")
         return number
 
 
@@ -221,7 +222,7 @@ def with_bank(apply: Callable[..., R]) -> Callable[..., R]:
     def run(bank: AdapterBank, slots: Any, *args: Any) -> R:
         slots = jnp.asarray(slots)
         if slots.ndim != 1 or not jnp.issubdtype(slots.dtype, jnp.integer):
-            raise ValueError(
+            raise value_error(
                 f"slots: expected integers [batch], got {slots.dtype.name}{list(slots.shape)}"
             )
         if not isinstance(slots, jax.core.Tracer):
@@ -267,12 +268,12 @@ def _padded(path: str, value: Array, old: Array) -> tuple[Any, Any, Any]:
     lora = parts.lora_of(path, value, "a bank has room for LoRA alone")
     rank, own = old[0].shape[-1], lora.a.shape[-1]
     if own > rank:
-        raise ValueError(f"{path}: the adapter has rank {own}, the bank has room for {rank}")
+        raise value_error(f"{path}: the adapter has rank {own}, the bank has room for {rank}")
     of_a, of_b = [(0, 0)] * lora.a.ndim, [(0, 0)] * lora.b.ndim
     of_a[-1] = of_b[-2] = (0, rank - own)
     a, b = np.pad(np.asarray(lora.a), of_a), np.pad(np.asarray(lora.b), of_b)
     if (a.shape, b.shape) != (old[0].shape[1:], old[1].shape[1:]):
-        raise ValueError(
+        raise value_error(
             f"{path}: the adapter has factors {list(lora.a.shape)} and {list(lora.b.shape)}, those of "
             f"the bank are {list(old[0].shape[1:])} and {list(old[1].shape[1:])}"
         )

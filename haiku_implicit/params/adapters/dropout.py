@@ -9,6 +9,7 @@ from haiku_implicit.adapters.sums import Sum
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.keys import as_key
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array, Key, SameTree
 from haiku_implicit.params.trees import trees
 
@@ -53,7 +54,7 @@ def with_dropout(params: SameTree, key: Key, rate: float) -> SameTree:
       True
     """
     if not 0 <= rate < 1:
-        raise ValueError(f"rate: expected a number of at least 0 and less than 1, got {rate!r}")
+        raise value_error(f"rate: expected a number of at least 0 and less than 1, got {rate!r}")
     if rate == 0:
         return params
     key = as_key(key)

@@ -15,7 +15,7 @@ from haiku_implicit.arrays.matrix_view import is_view_of_dense, matrix_of, with_
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.messages import value_error, warn_caller
 from haiku_implicit.core.structure import free_summand
 from haiku_implicit.core.typing import Array, SameTree
 from haiku_implicit.params.adapters import parts, vector_bank
@@ -59,7 +59,7 @@ def merge_adapters(params: SameTree, *, requantize: bool = False) -> SameTree:
        [1. 1. 1.]]
     """
     if requantize not in (True, False):
-        raise ValueError(
+        raise value_error(
             f"requantize: expected True or False, got {requantize!r}. True keeps the format of each "
             "weight; for another one, quantize_params(merge_adapters(params), dtype=...)"
         )
@@ -174,7 +174,7 @@ def unmerge_adapters(
         if path not in adapter.weights:
             return value
         if is_implicit(value):
-            raise ValueError(
+            raise value_error(
                 f"{path}: expected the dense weight that merge_adapters made, got {describe(value)}"
             )
         whole = vector_bank.put_into(parts.with_base(adapter.weights[path], value), bank)
@@ -182,7 +182,7 @@ def unmerge_adapters(
         try:
             base = with_matrix(whole, _taken_out(weight, parts.base_of(weight)))
         except ValueError as e:
-            raise ValueError(
+            raise value_error(
                 f"{path}: {e}. Keep the base, and put adapters on it by set_adapter"
             ) from None
         return materialize_array(base) if is_implicit(base) else base
@@ -204,10 +204,10 @@ def _taken_out(weight: Array, merged: jax.Array) -> jax.Array:
     """
     match weight:
         case Adapter(keeps_base=False):
-            raise ValueError(f"{type(weight).__name__} does not keep what it replaces")
+            raise value_error(f"{type(weight).__name__} does not keep what it replaces")
         case ScaledMatrix():
             if not bool(jnp.all(weight.scale)):
-                raise ValueError("a factor is zero, and what it was multiplied with is lost")
+                raise value_error("a factor is zero, and what it was multiplied with is lost")
             scale = jnp.expand_dims(weight.scale, -1 if weight.axis == -2 else -2)
             return _taken_out(weight.matrix, merged / scale)
         case Rotated():  # the inverse of a rotation is its transpose
@@ -220,6 +220,6 @@ def _taken_out(weight: Array, merged: jax.Array) -> jax.Array:
                 if free_summand(correction) == 0:
                     return _taken_out(weight.w, merged - materialize_array(correction))
             if equal is NotImplemented:
-                raise ValueError(f"{type(weight).__name__} is not a sum of its weight and a rest")
+                raise value_error(f"{type(weight).__name__} is not a sum of its weight and a rest")
             return _taken_out(equal, merged)
     return merged

@@ -20,7 +20,7 @@ from haiku_implicit.core.array import (
     is_implicit,
 )
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, type_error, value_error
 from haiku_implicit.core.predicates import Targets, predicate_of
 from haiku_implicit.core.serialization import register_tree_type
 from haiku_implicit.core.typing import Array, Params, SameTree
@@ -98,7 +98,7 @@ def get_adapter(params: Params, *, trainable_dense: Targets | None = None) -> Ad
             bases.append((path, digest(base_of(value))))
     if not weights and not dense:
         trees.check_whole_tree(trees.parameters_of(params))
-        raise ValueError(
+        raise value_error(
             "params: expected weights with adapters, as add_lora makes them; there are none"
         )
     return AdapterParts(weights, dense, tuple(bases))
@@ -160,7 +160,7 @@ def lora_of(path: str, value: Array, purpose: str) -> LoRA:
     """The LoRA of a weight, on a base without adapters; raises for adapters of other types."""
     lora = matrix_of(value)
     if not isinstance(lora, LoRA) or is_implicit(lora.w):
-        raise ValueError(f"{path}: {purpose}, got {type(lora).__name__}")
+        raise value_error(f"{path}: {purpose}, got {type(lora).__name__}")
     return lora
 
 
@@ -207,13 +207,13 @@ def checked_parts(argument: str, adapter: Any, of_dense: str = "") -> AdapterPar
         caller takes them.
     """
     if not isinstance(adapter, AdapterParts):
-        raise TypeError(
+        raise type_error(
             f"{argument}: expected an adapter apart from its base, as get_adapter(params) returns it "
             "(of whole parameters: combine the halves of partition first), got "
             f"{type(adapter).__name__}"
         )
     if of_dense and adapter.dense:
-        raise ValueError(f"{next(iter(adapter.dense))}: {of_dense}")
+        raise value_error(f"{next(iter(adapter.dense))}: {of_dense}")
     return adapter
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from haiku_implicit.arrays.lora import LoRA, RestLoRA
 from haiku_implicit.arrays.matrix_view import with_matrix
 from haiku_implicit.core.keys import as_key
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Key
 from haiku_implicit.params.adapters.parts import AdapterParts, checked_parts, lora_of
 from haiku_implicit.params.trees.trees import Parameter
@@ -66,9 +67,9 @@ def combine_adapters(
     adapters = [checked_parts(f"adapters[{i}]", x, refused) for i, x in enumerate(adapters)]
     merge = _merging(method, density, key)
     if not adapters:
-        raise ValueError("adapters: expected one or more, got none")
+        raise value_error("adapters: expected one or more, got none")
     if len(adapters) != len(weights):
-        raise ValueError(
+        raise value_error(
             f"weights: expected one for each of the {len(adapters)} adapters, got {len(weights)}"
         )
     bases = _bases_of(adapters)
@@ -107,15 +108,15 @@ def _merging(
     if method == "linear" and density is None:
         return None
     if method == "linear":
-        raise ValueError("density: it is for the other methods; 'linear' keeps everything")
+        raise value_error("density: it is for the other methods; 'linear' keeps everything")
     if not isinstance(method, str) or method not in _METHODS:
         names = ", ".join(map(repr, ("linear", *_METHODS)))
-        raise ValueError(f"method: expected one of {names}, got {method!r}")
+        raise value_error(f"method: expected one of {names}, got {method!r}")
     if density is None or not 0 < density <= 1:
-        raise ValueError(f"density: expected a number above 0 and up to 1, got {density!r}")
+        raise value_error(f"density: expected a number above 0 and up to 1, got {density!r}")
     kept, added = _METHODS[method]
     if kept == "random" and key is None:
-        raise ValueError(f"key: {method!r} draws what it keeps; give a random key")
+        raise value_error(f"key: {method!r} draws what it keeps; give a random key")
     drawn_with = None if kept == "largest" else as_key(key)
 
     def merge(path: str, deltas: _Deltas, weights: jax.Array) -> jax.Array:
@@ -154,7 +155,7 @@ def _bases_of(adapters: Sequence[AdapterParts]) -> tuple[tuple[str, str], ...]:
     for adapter in adapters:
         for path, digest in adapter.bases:
             if found.setdefault(path, digest) != digest:
-                raise ValueError(f"{path}: the adapters were made for different bases")
+                raise value_error(f"{path}: the adapters were made for different bases")
     return tuple(sorted(found.items()))
 
 
@@ -179,6 +180,6 @@ def _nearest(delta: jax.Array, rank: int) -> LoRA:
     """LoRA of the nearest matrix of a rank (Eckart and Young)."""
     room = min(delta.shape[-2:])
     if not 1 <= rank <= room:
-        raise ValueError(f"rank: expected 1 to {room}, got {rank}")
+        raise value_error(f"rank: expected 1 to {room}, got {rank}")
     a, b = _factors_of(delta, rank)
     return LoRA.of_factors(a, b, None).completed()

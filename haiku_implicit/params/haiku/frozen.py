@@ -15,7 +15,7 @@ import numpy as np
 from haiku_implicit.arrays.matrix_view import tensor_of
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import check_no_half, is_implicit
-from haiku_implicit.core.messages import see, warn_caller
+from haiku_implicit.core.messages import see, type_error, value_error, warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.transform import (
     is_value,
@@ -171,7 +171,7 @@ class Frozen:
         try:
             self._halves.check(dict(_flat(params)))
         except ValueError as error:
-            raise ValueError(
+            raise value_error(
                 "model: it is from hki.freeze already. Freeze model.whole, which takes all parameters, "
                 f"or the trained arrays of this model once more ({error})"
             ) from None
@@ -225,7 +225,7 @@ class Frozen:
         """
         own, saved = self._digests(), np.asarray(digests)
         if saved.ndim != 2:
-            raise TypeError(
+            raise type_error(
                 f"digests: expected the result of model.digests(), got {type(digests).__name__}"
             )
         for (parameter, array, row), other in zip(own, saved, strict=False):
@@ -384,7 +384,7 @@ class _Halves(NamedTuple):
             )
         for keys, x in zip(self.names, self.initial, strict=True):
             if np.shape(given[keys]) != x.shape:
-                raise ValueError(
+                raise value_error(
                     f"params: expected {_path(keys)} in the shape {list(x.shape)}, got "
                     f"{list(np.shape(given[keys]))}; is it an adapter of another rank?"
                 )
@@ -393,7 +393,7 @@ class _Halves(NamedTuple):
 def _split(params: Params, trainable_dense: Targets, by_reference: bool) -> _Halves:
     """Splits parameters into the trained arrays and all others."""
     if not isinstance(params, Mapping):
-        raise TypeError(
+        raise type_error(
             "params: expected a mapping of parameters as Haiku's init returns it, got "
             f"{type(params).__name__}"
         )
@@ -403,7 +403,7 @@ def _split(params: Params, trainable_dense: Targets, by_reference: bool) -> _Hal
     slots = slots_of(params)
     for slot in slots:
         if isinstance(slot.value, jax.ShapeDtypeStruct):
-            raise TypeError(
+            raise type_error(
                 f"params: expected arrays, got the struct {slot.value} for {slot.name}. For shapes: "
                 "jax.eval_shape(lambda params: hki.freeze(model, params)[1], params)"
             )

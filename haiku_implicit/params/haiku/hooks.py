@@ -23,6 +23,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from haiku_implicit.core.box import box
 from haiku_implicit.core.keys import KeySource
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.predicates import path_of
 from haiku_implicit.core.typing import Array, DType, Tree
 from haiku_implicit.params.trees.one_by_one import editing_one_by_one, is_one_of_many
@@ -123,7 +124,7 @@ def getter(edit: Edit) -> Getter:
 def edited_alone(edit: Edit) -> Callable[..., Any]:
     """A function `(module_name, name, value, key=hk.next_rng_key)` that edits one parameter."""
     if not callable(edit):
-        raise TypeError(f"edit: expected a function of a tree of parameters, got {edit!r}")
+        raise type_error(f"edit: expected a function of a tree of parameters, got {edit!r}")
     said: set[str] = set()
 
     def edited(
@@ -156,13 +157,15 @@ def _only(tree: Tree, module_name: str, name: str, value: Array) -> Array:
     """The one array of an edited tree, after a check that it can replace `value`."""
     path = path_of(module_name, name)
     if not isinstance(tree, Mapping):
-        raise ValueError(f"edit: expected a function that returns a tree with {path}, got {tree!r}")
+        raise value_error(
+            f"edit: expected a function that returns a tree with {path}, got {tree!r}"
+        )
     found = [(module, *own) for module, own in tree.items()]
     if found != [(module_name, name)]:
-        raise ValueError(f"edit: expected the parameter {path} alone, got {found}")
+        raise value_error(f"edit: expected the parameter {path} alone, got {found}")
     new = tree[module_name][name]
     if np.shape(new) != np.shape(value):
-        raise ValueError(
+        raise value_error(
             f"edit: expected {path} in the shape {list(np.shape(value))}, got {list(np.shape(new))}"
         )
     return new
@@ -200,7 +203,7 @@ def _with_parameters(edited: Callable[..., Any], value: Array, context: Any) -> 
     if not added:
         return edited(value) if drawn else new
     if any(_KEY in own for i, own in enumerate(sources) if i not in added):
-        raise ValueError(
+        raise value_error(
             "edit: arrays that do not become parameters depend on a random key from Haiku, which "
             "apply does not have; give the edit a key, as in functools.partial(edit, key=0)"
         )

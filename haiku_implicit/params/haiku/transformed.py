@@ -15,6 +15,7 @@ from haiku_implicit.core import containers
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.eager import Facts, cached_implicit_args
 from haiku_implicit.core.interpreter import densify
+from haiku_implicit.core.messages import type_error
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Array, Params, State, Tree
 
@@ -93,7 +94,7 @@ def transform_implicit(t: T, *, cache: bool = True) -> T:
 def check_transformed(argument: str, t: Any) -> None:
     """Raises for anything but a transformed Haiku function."""
     if not isinstance(t, AnyTransformed):
-        raise TypeError(
+        raise type_error(
             f"{argument}: expected what hk.transform, hk.transform_with_state, hk.multi_transform, "
             "hk.multi_transform_with_state or hk.without_apply_rng returns, got "
             f"{type(t).__name__}. A function is transformed first, as in hk.transform(f)"

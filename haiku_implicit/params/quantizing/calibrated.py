@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import ImplicitArray, is_implicit
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.messages import shown, warn_caller
+from haiku_implicit.core.messages import shown, type_error, value_error, warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, Params, SameTree
 from haiku_implicit.params.quantizing import carried
@@ -245,9 +245,9 @@ def quantize_by(
             if own is None:
                 return value
             if own.axis != -2:
-                raise ValueError(f"axis: the inputs are those of axis -2, got {own.axis}")
+                raise value_error(f"axis: the inputs are those of axis -2, got {own.axis}")
             if own.is_rotated and chosen is not _METHODS["gptq"]:
-                raise ValueError(
+                raise value_error(
                     f"method: expected 'gptq' for weights that are rotated, got {method!r}"
                 )
             if chosen.needed == "maxima":
@@ -275,28 +275,28 @@ def _carried(
 ) -> dict[str, Array]:
     """The weights that are quantized in the order of their use."""
     if method.needed != "moments":
-        raise ValueError("carry: 'smoothquant' rounds without the moments of inputs")
+        raise value_error("carry: 'smoothquant' rounds without the moments of inputs")
     check_batches("carry", batches)
     given = [arguments_of(batch) for batch in batches]
     if not given:
-        raise ValueError("carry: expected at least one batch, got none")
+        raise value_error("carry: expected at least one batch, got none")
     return carried.quantized_in_order(quantized, model, given, inputs)
 
 
 def _check_paths(inputs: Collection[str], paths: Sequence[str], needed: str) -> None:
     if not isinstance(inputs, Mapping):
-        raise TypeError(
+        raise type_error(
             f"inputs: expected the result of input_{needed}(apply, params, batches), got "
             f"{type(inputs).__name__}"
         )
     if not inputs:
-        raise ValueError(
+        raise value_error(
             f"inputs: expected what input_{needed} says of one weight or more, got nothing: no "
             "weight [n, m] of the model is used as x @ w in a differentiable way; quantize_params "
             "quantizes others, without inputs"
         )
     if missing := sorted(set(inputs) - set(paths)):
-        raise ValueError(f"inputs: the parameters have no {', '.join(missing)}")
+        raise value_error(f"inputs: the parameters have no {', '.join(missing)}")
 
 
 def _how_by_rule(
@@ -305,7 +305,7 @@ def _how_by_rule(
     """The options that the rules give for a parameter; None if they leave it dense."""
     rule = trees.rule_of(rules, parameter)
     if rule is not None and rule.act_static_scale:
-        raise ValueError(
+        raise value_error(
             "rules: act_static_scale has no form together with what is quantized by its inputs; use "
             "quantize_params, or leave it out"
         )
@@ -314,7 +314,7 @@ def _how_by_rule(
 
 def _check_activation(method: str, how: QuantizeOptions) -> None:
     if how.activation is None:
-        raise ValueError(
+        raise value_error(
             f"method: {method!r} is for quantized activations: expected activation='int8' or the like "
             "(act_qtype of a rule), got None"
         )
@@ -399,7 +399,7 @@ def parsed(method: str) -> tuple[_Method, tuple[float, ...]]:
     known = {name: known.numbers for name, known in _METHODS.items()}
     name, numbers = options.parse("method", method, known)
     if not all(0 <= x <= 1 for x in numbers):
-        raise ValueError(f"method: expected a number from 0 to 1 after {name!r}, got {method!r}")
+        raise value_error(f"method: expected a number from 0 to 1 after {name!r}, got {method!r}")
     return _METHODS[name], numbers
 
 
@@ -408,11 +408,11 @@ def _check_inputs(path: str, w: Array, inputs: jax.Array, needed: str) -> None:
     own = list(w.shape[:-1])
     shape, axes = (own, "k") if needed == "maxima" else (own + own[-1:], "k, k")
     if is_implicit(w) or list(inputs.shape) != shape:
-        raise ValueError(
+        raise value_error(
             f"{path}: expected a dense weight [..., k, m] and of its inputs what input_{needed} says, "
             f"[..., {axes}], got {describe(w)} and {list(inputs.shape)}"
         )
     if scales.known_nonfinite(inputs):
-        raise ValueError(
+        raise value_error(
             f"{path}: {needed} of its inputs are infinite or NaN; look for such inputs"
         )

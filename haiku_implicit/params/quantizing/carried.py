@@ -14,6 +14,7 @@ import numpy as np
 
 from haiku_implicit.core import progress
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array
 from haiku_implicit.params.quantizing.observing import Model
 from haiku_implicit.params.quantizing.programs import Program, Values
@@ -106,7 +107,7 @@ class _Twins:
             for path, number in zip(self.paths, program.outputs, strict=True)
         }
         if unused := sorted(set(self.paths) - set(self.used)):
-            raise ValueError(
+            raise value_error(
                 f"carry: the model does not use as x @ w, as it did in inputs: {', '.join(unused)}"
             )
 

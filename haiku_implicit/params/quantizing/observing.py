@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import progress
-from haiku_implicit.core.messages import check_function
+from haiku_implicit.core.messages import check_function, type_error, value_error
 from haiku_implicit.core.transform import tree_leaves_with_implicit, use_implicit_args
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.params.trees import trees
@@ -82,7 +82,7 @@ def check_batches(argument: str, batches: Any) -> None:
     iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if is_array or isinstance(batches, Mapping) or not iterable:
         got = f"an array {list(batches.shape)}" if is_array else f"a {type(batches).__name__}"
-        raise TypeError(
+        raise type_error(
             f"{argument}: expected batches, got {got}. Give [x] for one batch, and list(x) for a stack "
             "of batches"
         )
@@ -115,7 +115,7 @@ def inputs_of(
             new = run("", step, model.params, zeros, arguments_of(batch))
             found = new if found is None else jax.tree.map(join, found, new)
     if found is None:
-        raise ValueError("batches: expected at least one, got none")
+        raise value_error("batches: expected at least one, got none")
     return {path: x for path, x in found.items() if bool((x != 0).any())}
 
 
@@ -124,5 +124,5 @@ def _total(outputs: Any) -> jax.Array:
     leaves = tree_leaves_with_implicit(outputs)
     floating = [y for y in leaves if jnp.issubdtype(y.dtype, np.inexact)]
     if not floating:
-        raise ValueError("apply: expected floating outputs, got none")
+        raise value_error("apply: expected floating outputs, got none")
     return sum((jnp.sum(y).astype(jnp.float32) for y in floating), jnp.float32(0))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.containers import opened
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, type_error, value_error
 from haiku_implicit.core.transform import is_value, split
 from haiku_implicit.core.typing import Array, Params, State, Tree
 from haiku_implicit.params.haiku.transformed import check_transformed, marked_implicit
@@ -95,7 +95,7 @@ def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
     """
     check_transformed("t", t)
     if not 0 < decay <= 1:
-        raise ValueError(f"decay: expected a number in (0, 1], got {decay!r}")
+        raise value_error(f"decay: expected a number in (0, 1], got {decay!r}")
     several = isinstance(t, hk.MultiTransformed | hk.MultiTransformedWithState)
     kind = hk.MultiTransformedWithState if several else hk.TransformedWithState
     has_state = isinstance(t, kind)
@@ -154,7 +154,7 @@ def _with_state(apply: Apply) -> Apply:
 def _parted(state: State) -> tuple[dict[str, Any], Stored]:
     """Splits a state into the model's own state and the statistics."""
     if not isinstance(state, Mapping):
-        raise TypeError(
+        raise type_error(
             "state: expected a mapping, as Haiku's init returns it ({} for a model without state), got "
             f"{type(state).__name__}"
         )
@@ -164,7 +164,7 @@ def _parted(state: State) -> tuple[dict[str, Any], Stored]:
 
 def _joined(inner: State, stored: Stored) -> dict[str, Any]:
     if COLLECTION in inner:
-        raise ValueError(
+        raise value_error(
             f"state: the model has an entry {COLLECTION!r} of its own, where statistics are to be; "
             "give the module another name"
         )
@@ -267,7 +267,7 @@ def read_stats(name: str, stored: Any, batch: tuple[int, ...], mode: Mode) -> Qu
     sums = {key.removeprefix("sum_of_"): x for key, x in entries.items()}
     fits = {*sums} in ({"absmax"}, {"min", "max"}) and np.shape(count) == batch
     if not fits or count is None or any(np.shape(x)[: len(batch)] != batch for x in sums.values()):
-        raise ValueError(
+        raise value_error(
             f"quant_stats of {name!r}: expected 'count' {list(batch)} and 'sum_of_absmax' (or "
             f"'sum_of_min' and 'sum_of_max') with these axes first, got "
             f"{jax.tree.map(np.shape, stored)}; leave them out, so that they start anew"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from haiku_implicit.arrays.uses import Use
 from haiku_implicit.core.keys import as_key_source
-from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.messages import type_error, value_error, warn_caller
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, Key, Params, SameTree, State
 from haiku_implicit.params.haiku.hooks import Getter, checked, getter
@@ -127,7 +127,7 @@ def quantized_training_getter(
     found = _training_rules(rules)
     for i, rule in enumerate(found):
         if rule.act_static_scale:
-            raise ValueError(
+            raise value_error(
                 f"rules[{i}]: act_static_scale needs weights that carry statistics, which a getter "
                 "does not see; use quantized_training on the parameters, and with_quant_stats"
             )
@@ -219,12 +219,14 @@ def quantization_aware(
     rules = trees.checked_rules(rules)
     for i, rule in enumerate(rules):
         if rule.act_qtype is not None:
-            raise ValueError(
+            raise value_error(
                 f"rules[{i}]: expected act_qtype=None, because only weights are rounded here, got "
                 f"{rule.act_qtype!r}; quantized_training has activations"
             )
         if rule.rotate:
-            raise ValueError(f"rules[{i}]: expected rotate=False: training does not rotate weights")
+            raise value_error(
+                f"rules[{i}]: expected rotate=False: training does not rotate weights"
+            )
 
     def make(parameter: trees.Parameter, rule: QuantRule) -> FakeQuantized:
         options = rule.weight_options(parameter.value.shape[-2])
@@ -344,7 +346,7 @@ def dot_general_by_bits(
       True
     """
     if mode not in ("train", "serve", "convert"):
-        raise ValueError(f"mode: expected 'train', 'serve' or 'convert', got {mode!r}")
+        raise value_error(f"mode: expected 'train', 'serve' or 'convert', got {mode!r}")
     if fwd_bits is None:
         return (lambda w: w) if mode == "convert" else jax.lax.dot_general
     qtypes = [_integer_of("fwd_bits", fwd_bits), bwd_bits and _integer_of("bwd_bits", bwd_bits)]
@@ -355,7 +357,7 @@ def dot_general_by_bits(
 
     def serve(lhs: Array, rhs: Array, *args: Any, **kwargs: Any) -> jax.Array:
         if not isinstance(rhs, QuantizedMatrix):
-            raise TypeError(f"rhs: expected a QuantizedMatrix, got {rhs!r}; see mode='convert'")
+            raise type_error(f"rhs: expected a QuantizedMatrix, got {rhs!r}; see mode='convert'")
         return train(lhs, rhs, *args, **kwargs)
 
     return serve if mode == "serve" else train
@@ -364,7 +366,7 @@ def dot_general_by_bits(
 def _integer_of(name: str, bits: Any) -> str:
     known = [f.bits for f in formats.FORMATS.values() if f.name == f"int{f.bits}"]
     if bits not in known:
-        raise ValueError(f"{name}: expected None or one of {sorted(known)}, got {bits!r}")
+        raise value_error(f"{name}: expected None or one of {sorted(known)}, got {bits!r}")
     return f"int{bits}"
 
 
@@ -474,7 +476,7 @@ def _stacked_of_three(rule: QuantRule, stacked: int) -> int:
     """
     of_matrices = rule.is_for("dot_general")
     if of_matrices and (rule.is_for("conv_general_dilated") or rule.is_for("ragged_dot")):
-        raise ValueError(
+        raise value_error(
             "a weight of three axes may be a stack of matrices with scales of their own, or the kernel "
             "of a convolution (or of ragged_dot): give convert_trained apply= and args= that use it "
             "in a product; or give quantized_training its matrix_axes=, as infer_matrix_axes finds "

@@ -14,7 +14,7 @@ from haiku_implicit.arrays.uses import Piece, Pieces, Use, Uses, find_uses
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.materialization import recording
-from haiku_implicit.core.messages import warn_caller
+from haiku_implicit.core.messages import type_error, warn_caller
 from haiku_implicit.core.transform import (
     Static,
     is_value,
@@ -141,7 +141,7 @@ def infer_matrix_axes(
 def _apply_of(model: Model) -> Callable[..., Any]:
     apply = getattr(model, "apply", model)
     if not callable(apply):
-        raise TypeError(
+        raise type_error(
             "model: expected the result of hk.transform or the like, or its apply (of a "
             "multi-transform, one of its functions, such as model.apply.encode), got "
             f"{type(model).__name__}"

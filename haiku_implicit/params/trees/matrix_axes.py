@@ -8,6 +8,7 @@ from haiku_implicit.arrays.axes import Axes
 from haiku_implicit.arrays.matrix_view import MatrixView, unfolded, view_of
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.predicates import compiled, no_match
 from haiku_implicit.core.typing import Array
 from haiku_implicit.params.trees.selection import editing
@@ -67,7 +68,7 @@ def open_matrix(path: str, value: Array, given: MatrixAxesOf | None = None) -> O
         return Opened(value, None)
     with editing(path, value):
         if is_implicit(value):
-            raise ValueError(
+            raise value_error(
                 "matrix_axes: it is implicit already; give them to the function that made it so"
             )
         return Opened(*unfolded(value, *axes))
@@ -76,10 +77,10 @@ def open_matrix(path: str, value: Array, given: MatrixAxesOf | None = None) -> O
 def check_given(given: MatrixAxesOf | None, paths: Sequence[str]) -> None:
     """Raises for axes in another form, or axes of a parameter that does not exist."""
     if not isinstance(given, Mapping | None):
-        raise TypeError(f"matrix_axes: expected a mapping from names to axes, got {given!r}")
+        raise type_error(f"matrix_axes: expected a mapping from names to axes, got {given!r}")
     for key, axes in (given or {}).items():
         if not isinstance(axes, Sequence) or not all(isinstance(x, Sequence) for x in axes):
-            raise TypeError(
+            raise type_error(
                 f"matrix_axes: {key!r}: expected the axes of the rows and of the columns, such as "
                 f"((-3,), (-2, -1)), got {axes!r}"
             )

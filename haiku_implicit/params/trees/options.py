@@ -12,7 +12,7 @@ from haiku_implicit.adapters.rotated import Rotated
 from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import ImplicitArray, is_implicit
-from haiku_implicit.core.messages import see, shown
+from haiku_implicit.core.messages import see, shown, type_error, value_error
 from haiku_implicit.core.predicates import path_of
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.params.trees import selection
@@ -110,14 +110,14 @@ class QuantizeOptions:
 
     def __post_init__(self) -> None:
         if self.axis not in (-2, -1):
-            raise ValueError(f"axis: expected -2 or -1, got {self.axis!r}")
+            raise value_error(f"axis: expected -2 or -1, got {self.axis!r}")
         if self.is_rotated and self.axis != -2:
-            raise ValueError("axis: a rotation is of the inputs, axis -2, got -1")
+            raise value_error("axis: a rotation is of the inputs, axis -2, got -1")
         if self.is_trellis:
             own = dict(vars(self), dtype="int8", rotate=False)
             plain = vars(QuantizeOptions())
             if given := [name for name in own if own[name] != plain[name]]:
-                raise ValueError(f"dtype {self.dtype!r} has no {', '.join(given)}; leave it out")
+                raise value_error(f"dtype {self.dtype!r} has no {', '.join(given)}; leave it out")
         elif self.dtype not in RECIPES:
             find(self.dtype, also=[*RECIPES, *trellis.BITS])  # raises for an unknown one
         object.__setattr__(self, "group_size", checked_group_size(self.group_size))
@@ -139,7 +139,7 @@ class QuantizeOptions:
         """
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(options.keys() - set(known)):
-            raise TypeError(
+            raise type_error(
                 f"unexpected keyword argument {unknown[0]!r}: expected an option of "
                 f"QuantizedMatrix.quantize, {', '.join(known)}"
             )
@@ -147,7 +147,7 @@ class QuantizeOptions:
         new = dataclasses.replace(plain, **options)
         both = [x for x in known if getattr(new, x) != getattr(plain, x)]
         if both := [x for x in both if rules and x not in ("axis", "scale_dtype")]:
-            raise ValueError(f"rules: expected them in place of {', '.join(both)}, got both")
+            raise value_error(f"rules: expected them in place of {', '.join(both)}, got both")
         return new
 
     @property
@@ -313,7 +313,7 @@ def checked_group_size(size: Any) -> GroupSize:
     pair = isinstance(size, tuple | list) and len(size) == 2
     known = size is None or (isinstance(size, str) and size == "tensor")
     if not known and not all(map(is_positive_integer, size if pair else [size])):
-        raise ValueError(
+        raise value_error(
             "group_size: expected None, 'tensor', a positive integer or a pair of them, got "
             f"{size!r}"
         )

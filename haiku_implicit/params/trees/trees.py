@@ -13,7 +13,7 @@ from haiku_implicit.arrays.adapter import kinds
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_no_half, check_values, is_implicit
-from haiku_implicit.core.messages import see, shown, warn_caller
+from haiku_implicit.core.messages import see, shown, type_error, value_error, warn_caller
 from haiku_implicit.core.predicates import Predicate, Targets, check_list, no_match, predicate_of
 from haiku_implicit.core.typing import Array, Params, Tree
 from haiku_implicit.params.trees import selection
@@ -40,7 +40,7 @@ def map_parameters(fun: Make, tree: Tree, path: tuple[str, ...] = ()) -> Params:
     if isinstance(tree, Mapping):
         return {k: map_parameters(fun, v, (*path, str(k))) for k, v in tree.items()}
     if not path:
-        raise TypeError(
+        raise type_error(
             "params: expected a mapping of parameters as Haiku's init returns it (for a model with "
             f"state: its first result), got {type(tree).__name__}"
         )
@@ -382,7 +382,7 @@ def checked_rules(rules: Any) -> list[QuantRule]:
     rules = [rules] if isinstance(rules, QuantRule) else list(rules)
     for i, rule in enumerate(rules):
         if not isinstance(rule, QuantRule):
-            raise TypeError(f"rules[{i}]: expected a QtRule or a QuantRule, got {rule!r}")
+            raise type_error(f"rules[{i}]: expected a QtRule or a QuantRule, got {rule!r}")
     return rules
 
 
@@ -411,7 +411,7 @@ def rule_of(rules: Sequence[QuantRule], parameter: Parameter) -> QuantRule | Non
     }
     found = {op: rule for op, rule in by_op.items() if rule is not None and rule.weight_qtype}
     if len(set(found.values())) > 1:
-        raise ValueError(
+        raise value_error(
             f"rules: they differ for {', '.join(found)}, and a weight of three axes may be for any of "
             "them: say by module_path which rule is for its module"
         )
@@ -469,7 +469,7 @@ def _no_weights(
     of_complex = f" ({number} complex weights are not supported)" if number else ""
     patterns = ", ".join(repr(rule.module_path) for rule in rules)
     modules = sorted({p.module_name for p in weights})
-    return ValueError(
+    return value_error(
         f"rules: those for {patterns or 'nothing'} quantize none of the {len(weights)} dense "
         f"weights{of_complex}; their modules are: {', '.join(modules)}"
     )

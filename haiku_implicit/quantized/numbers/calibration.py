@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.quantized.numbers import formats, options, ranges
 from haiku_implicit.quantized.numbers.extremes import largest, smallest
 from haiku_implicit.quantized.numbers.formats import Format
@@ -78,9 +79,9 @@ def _by_range(
 ) -> Scales:
     """Returns the scales with which codes stand for the ends of a range."""
     if method == "percentile" and numbers and not 50 < numbers[0] <= 100:
-        raise ValueError(f"calibration: expected a percentile above 50 to 100, got {numbers[0]:g}")
+        raise value_error(f"calibration: expected a percentile above 50 to 100, got {numbers[0]:g}")
     if method == "fixed" and not numbers[0] < numbers[1]:
-        raise ValueError(
+        raise value_error(
             f"calibration: expected 'fixed,LOW,HIGH', low first, got {numbers[0]:g}, {numbers[1]:g}"
         )
     find = functools.partial(
@@ -236,7 +237,7 @@ def _hqq(w: jax.Array, fmt: Format, steps: int) -> Scales:
     splits the error into a sparse part and a rest, and the offset takes the mean of the rest.
     """
     if not fmt.offset:
-        raise ValueError(f"calibration: 'hqq' needs a format with an offset, got {fmt.name!r}")
+        raise value_error(f"calibration: 'hqq' needs a format with an offset, got {fmt.name!r}")
     first = _by_range(w, fmt)
     scale, offset = first.scale, jnp.asarray(first.offset)
     p, kappa = 0.7, 1.01

@@ -11,7 +11,7 @@ import numpy as np
 
 from haiku_implicit.core import compat
 from haiku_implicit.core.literals import at_trace_time
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, value_error
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.numbers import calibration, formats, gptq, options, pieces, scales
 from haiku_implicit.quantized.numbers.extremes import largest
@@ -85,7 +85,7 @@ def encode_rows(
         nonfinite = not finite.all() if eager else scales.known_nonfinite(weight)
     if nonfinite:
         about = f"{weight.dtype.name}{list(weight.shape)}"
-        raise ValueError(f"w {about}: it has infinite or NaN elements")
+        raise value_error(f"w {about}: it has infinite or NaN elements")
     scales.check(lost, scale_dtype)
     return encoded
 
@@ -319,7 +319,7 @@ def _check_runs(name: str | None, length: int, group: int) -> None:
     """Raises unless the groups along an axis fill whole runs."""
     runs = scales.runs_of(name)
     if runs and length % (group * runs.length):
-        raise ValueError(
+        raise value_error(
             f"scale_dtype: {name!r} has a scale for {runs.length} groups of {group}: expected an axis "
             f"whose length is a multiple of {group * runs.length}, got {length}"
         )
@@ -331,7 +331,7 @@ def _inputs_of(
     """The moments of inputs, after a check by the shape `[..., k]` of the inputs of each matrix."""
     moments, (*lead, k) = jnp.asarray(moments), inputs
     if moments.shape not in ((*lead, k, k), (*lead, k)):
-        raise ValueError(
+        raise value_error(
             f"moments: expected shape {[*lead, k, k]} for groups along an axis of length {k} (or "
             f"{[*lead, k]}, the diagonal), got {list(moments.shape)}"
         )
@@ -342,7 +342,7 @@ def _inputs_of(
 
 def _prescribed(name: str, given: Any, needed: Any, dtype: DType) -> Any:
     if given not in (None, needed):
-        raise ValueError(f"{name}: {dtype!r} has {needed!r}, got {given!r}; leave it out")
+        raise value_error(f"{name}: {dtype!r} has {needed!r}, got {given!r}; leave it out")
     return needed
 
 
@@ -353,7 +353,7 @@ def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -
         return (1 if group_size is None else rows), length
     pair = group_size if isinstance(group_size, tuple | list) else (1, group_size)
     if len(pair) != 2 or not all(map(options.is_integer, pair)):
-        raise ValueError(
+        raise value_error(
             "group_size: expected a number, a pair (rows, elements), 'tensor' or None, got "
             f"{group_size!r}"
         )
@@ -367,7 +367,7 @@ def _fitting_tile(group_size: Any, core: tuple[int, ...], fmt: formats.Format) -
             f" {see('groups-that-do-not-fit')}"
         )
     if tile < 1 or rows % tile:
-        raise ValueError(
+        raise value_error(
             f"group_size: expected a tile whose rows divide the {rows} of the matrix, got "
             f"{group_size!r}"
         )

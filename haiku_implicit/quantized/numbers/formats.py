@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from haiku_implicit.core import compat
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, value_error
 from haiku_implicit.core.typing import Array, DType
 
 
@@ -233,16 +233,16 @@ def register_format(name: str, table: Sequence[float]) -> Format:
         values = tuple(map(float, np.asarray(table, np.float32)))
     right = len(set(values)) == len(values) in _PLANES and np.isfinite(values).all()
     if not right or not min(values) < 0 < max(values):
-        raise ValueError(
+        raise value_error(
             "table: expected 2, 4, 8 or 16 different numbers, some negative and some positive, got "
             f"{list(table)}"
         )
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
-        raise ValueError(f"name: expected lower-case letters, digits and _, got {name!r}")
+        raise value_error(f"name: expected lower-case letters, digits and _, got {name!r}")
     fmt = Format(name, _PLANES[len(values)], min(values), max(values), table=values)
     taken = {*RECIPES, *_ALIASES, *(f"u{other}" for other in FORMATS)}
     if name in taken or _is_dtype(name) or FORMATS.get(name, fmt) != fmt:
-        raise ValueError(f"name: {name!r} has another meaning already; give another one")
+        raise value_error(f"name: {name!r} has another meaning already; give another one")
     return FORMATS.setdefault(name, fmt)
 
 
@@ -260,7 +260,7 @@ def find(name: Any, option: str = "dtype", also: Iterable[str] = ()) -> Format:
     key = name if isinstance(name, str) else dtype_name(name)
     key = _ALIASES.get(key, key)
     if key not in FORMATS:
-        raise ValueError(f"{option}: expected one of {', '.join([*FORMATS, *also])}, got {name!r}")
+        raise value_error(f"{option}: expected one of {', '.join([*FORMATS, *also])}, got {name!r}")
     return FORMATS[key]
 
 
@@ -284,7 +284,7 @@ def for_quantizing(name: Any, zero_point: bool) -> tuple[Format, Recipe | None]:
         with_offset = _with_offset(fmt)
         if with_offset is None or recipe is not None:
             names = ", ".join(f.name for f in FORMATS.values() if _with_offset(f))
-            raise ValueError(
+            raise value_error(
                 f"dtype: expected one of {names} with a zero point (zero_point=True, "
                 f"calibration='minmax'), got {name!r}"
             )

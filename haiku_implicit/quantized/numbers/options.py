@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.quantized.numbers import formats
 
 # The least and the largest count of numbers for each method that finds a range, see `ranges`.
@@ -41,17 +42,17 @@ def parse(
     """
     name, *rest = split(text)
     if name not in known:
-        raise ValueError(f"{option}: expected one of {', '.join(known)}, got {text!r}")
+        raise value_error(f"{option}: expected one of {', '.join(known)}, got {text!r}")
     try:
         numbers = tuple(map(float, rest))
     except ValueError:
-        raise ValueError(f"{option}: expected numbers after {name!r}, got {text!r}") from None
+        raise value_error(f"{option}: expected numbers after {name!r}, got {text!r}") from None
     least, most = known[name]
     if not least <= len(numbers) <= most:
         count = f"{least}" if least == most else f"{least} to {most}"
-        raise ValueError(f"{option}: expected {count} numbers after {name!r}, got {text!r}")
+        raise value_error(f"{option}: expected {count} numbers after {name!r}, got {text!r}")
     if not all(map(math.isfinite, numbers)):
-        raise ValueError(f"{option}: expected finite numbers after {name!r}, got {text!r}")
+        raise value_error(f"{option}: expected finite numbers after {name!r}, got {text!r}")
     return name, numbers
 
 
@@ -83,14 +84,14 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except ValueError as e:
         option, problem = str(e).split(":", 1)
-        raise ValueError(f"{names.get(option, option)}:{problem}") from None
+        raise value_error(f"{names.get(option, option)}:{problem}") from None
 
 
 def check_tile_size(option: str, value: Any) -> None:
     """Raises unless the value is None, a positive integer, or a float for a part of the axis."""
     part = isinstance(value, float) and 0 < value <= 1
     if not (value is None or is_positive_integer(value) or part):
-        raise ValueError(
+        raise value_error(
             f"{option}: expected a positive integer, or a float in (0, 1] for a part of the axis, got "
             f"{value!r}"
         )
@@ -159,10 +160,10 @@ def _operand_format(value: Any, tile_size: Any) -> str | None:
     name = format_name("qtype", value)
     known = [f.name for f in formats.FORMATS.values() if _has_zero(f)] + [*formats.MICROSCALED]
     if name is not None and name not in known:
-        raise ValueError(f"qtype: expected one of {', '.join(known)}, got {value!r}")
+        raise value_error(f"qtype: expected one of {', '.join(known)}, got {value!r}")
     size = formats.MICROSCALED[name].group_size if name in formats.MICROSCALED else tile_size
     if tile_size not in (None, size):
-        raise ValueError(
+        raise value_error(
             f"tile_size: {name!r} has tiles of {size}, got {tile_size!r}; leave it out"
         )
     return name
@@ -183,9 +184,9 @@ def has_no_negative(qtype: str | None, calibration_method: str) -> bool:
 def _check_rounding(method: Any, qtype: str | None) -> None:
     if method not in (None, *STOCHASTIC_ROUNDING):
         known = ", ".join(map(repr, STOCHASTIC_ROUNDING))
-        raise ValueError(f"stochastic_rounding: expected None or one of {known}, got {method!r}")
+        raise value_error(f"stochastic_rounding: expected None or one of {known}, got {method!r}")
     if method is not None and not (qtype or "").startswith("int"):
-        raise ValueError(
+        raise value_error(
             f"stochastic_rounding: expected gradients in integers with it, got the format {qtype!r}"
         )
 

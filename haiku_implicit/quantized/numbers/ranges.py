@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.quantized.numbers import formats, options
 from haiku_implicit.quantized.numbers.extremes import largest, smallest
 from haiku_implicit.quantized.numbers.options import OperandConfig
@@ -62,7 +63,7 @@ def limits(
         return None if symmetric else jnp.percentile(x, 100 - percent, **over) + taint, upper
     factor = numbers[0] if numbers else _RMS_FACTOR if method == "rms" else 1.0
     if factor <= 0:
-        raise ValueError(
+        raise value_error(
             f"calibration: expected a positive factor after {method!r}, got {factor:g}"
         )
     if method == "minmax" and not symmetric:
@@ -159,7 +160,7 @@ def _fixed(x: jax.Array, method: str, numbers: tuple[float, ...]) -> Limits:
     """Returns a fixed range, one for the whole array."""
     low, high = fixed(numbers)
     if not low <= 0 <= high or low == high:
-        raise ValueError(
+        raise value_error(
             f"calibration method: expected 'fixed,LOW,HIGH' with LOW <= 0 <= HIGH, got {method!r}"
         )
     ends = [jnp.full((1,) * x.ndim, end, x.dtype) for end in (low, high)]
@@ -177,7 +178,7 @@ def _blocks(
         length = x.shape[axis]
         size = round(length * size) if isinstance(size, float) else size
         if size < 1 or length % size:
-            raise ValueError(
+            raise value_error(
                 f"tile_size: expected one that divides the axis of length {length}, got {size}"
             )
         shape[axis] = length // size

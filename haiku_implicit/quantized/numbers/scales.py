@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core.literals import at_trace_time
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import DType
 from haiku_implicit.quantized.numbers.calibration import Rounding, Scales
 from haiku_implicit.quantized.numbers.formats import FORMATS, Format, dtype_name
@@ -74,7 +75,7 @@ def check(lost: Lost | None, dtype: DType | None) -> None:
     """
     for problem, wrong in () if lost is None else lost._asdict().items():
         if _known(lambda x: x, wrong):
-            raise ValueError(
+            raise value_error(
                 f"scale_dtype: the weight's scales are too {problem} for {_name(dtype)!r}; use "
                 "'bfloat16' or 'float32'"
             )
@@ -111,9 +112,9 @@ def name_of(dtype: DType | None, fmt: Format) -> str | None:
         return _checked_runs(name, fmt)
     if name not in ("e8m0", *CODES):
         known = ", ".join((*_FLOATS, "e8m0", *CODES, "or as 'uint6,8'"))
-        raise ValueError(f"scale_dtype: expected one of {known}, got {dtype!r}")
+        raise value_error(f"scale_dtype: expected one of {known}, got {dtype!r}")
     if fmt.offset and name != "double":
-        raise ValueError(
+        raise value_error(
             f"scale_dtype: expected one of {', '.join(_FLOATS)}, double for a format with an offset, "
             f"got {dtype!r}"
         )
@@ -125,12 +126,12 @@ def _checked_runs(name: str, fmt: Format) -> str:
     code, length = str(name).split(",")
     if fmt.offset != FORMATS[code].offset:
         needed = "counts up from zero" if fmt.offset else "has both signs"
-        raise ValueError(
+        raise value_error(
             f"scale_dtype: codes in {fmt.name} need scales in a format that {needed}, got {name!r}"
         )
     whole = FORMATS[code].multiple
     if int(length) % whole:
-        raise ValueError(
+        raise value_error(
             f"scale_dtype: expected a multiple of {whole} scales in a run, got {name!r}"
         )
     return name

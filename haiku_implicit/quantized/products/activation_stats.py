@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.core import serialization
-from haiku_implicit.core.messages import see
+from haiku_implicit.core.messages import see, value_error
 from haiku_implicit.core.typing import Array
 from haiku_implicit.quantized.numbers import ranges
 from haiku_implicit.quantized.numbers.options import OperandConfig
@@ -170,7 +170,7 @@ def _limits_of(x: jax.Array, config: OperandConfig, axes: ScaledAxes) -> dict[st
     """Returns the limits of one activation by their names, averaged over axes."""
     batch_axes = config.static_axes or ()
     if outside := [i for i in batch_axes if not -x.ndim <= i < x.ndim]:
-        raise ValueError(
+        raise value_error(
             f"act_batch_axes: expected axes of the activation, which has {x.ndim} (its shape is "
             f"{list(x.shape)}), got {outside[0]}"
         )
@@ -204,7 +204,7 @@ def _mismatch(name: str, known: Any, new: Any, whose: str) -> ValueError:
         return ", ".join(f"{limit} {list(shape)}" for limit, shape in shapes.items())
 
     of = f" of {name!r}" if name else ""
-    return ValueError(
+    return value_error(
         f"quant_stats{of}: this product's activation has the limits {shown(new)}, but {whose} "
         f"{shown(known)}; name all axes whose length varies in act_batch_axes of the rule, or, if the "
         "rule has changed, leave these statistics out of the state, so that they start anew"

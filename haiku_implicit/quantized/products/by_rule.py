@@ -20,6 +20,7 @@ from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.keys import as_key
+from haiku_implicit.core.messages import see, type_error, value_error
 from haiku_implicit.core.transform import use_implicit_args
 from haiku_implicit.core.typing import Array, DType, EqnParam, Precision, Primitive
 from haiku_implicit.core.wrapper import Wrapper
@@ -215,7 +216,7 @@ def _by_rule(
     stats: QuantStats | None,
 ) -> jax.Array:
     if not isinstance(rule, QuantRule):
-        raise TypeError(f"rule: expected a QtRule or a QuantRule, got {rule!r}")
+        raise type_error(f"rule: expected a QtRule or a QuantRule, got {rule!r}")
     config = rule.config(*are_weights)
     lhs, rhs = map(_as_operand, operands)
     if rule.weight_qtype is None and not any(map(is_implicit, (lhs, rhs))):
@@ -275,7 +276,7 @@ def einsum(
     """
     chosen = (weights,) if isinstance(weights, int) else tuple(weights)
     if any(not -len(operands) <= i < len(operands) for i in chosen):
-        raise ValueError(
+        raise value_error(
             f"weights: expected positions among {len(operands)} operands, got {weights!r}"
         )
     positions = {i % len(operands) for i in chosen}
@@ -315,7 +316,7 @@ class _Operand(Wrapper):
         """Raises, because a product of the dense array would not be quantized."""
         raise NotImplementedError(
             "quantization.einsum: this version of JAX computes einsums with a primitive that it does "
-            "not know; multiply with quantization.dot_general"
+            f"not know; multiply with quantization.dot_general {see('arguments-and-types')}"
         )
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers.options import OperandConfig
@@ -116,7 +117,7 @@ def _static_ranges(
     if not static:
         return (None, None), lambda out: out
     if len(static) > 1:
-        raise ValueError(
+        raise value_error(
             "act_static_scale: expected a product of an activation and a weight, got one of two "
             "activations; say which operand is a weight, or leave it out"
         )

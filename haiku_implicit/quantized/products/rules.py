@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from haiku_implicit.core.messages import shown, warn_caller
+from haiku_implicit.core.messages import shown, value_error, warn_caller
 from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.serialization import static_values
 from haiku_implicit.quantized.numbers import formats, options
@@ -75,7 +75,7 @@ class ProductConfig:
         """
         known = self.flat()
         if unknown := sorted(changes.keys() - known.keys()):
-            raise ValueError(
+            raise value_error(
                 f"expected fields of ProductConfig, got {', '.join(unknown)}; there are "
                 f"{', '.join(sorted(known))}"
             )
@@ -187,11 +187,11 @@ class QuantRule:
             options.parse(name, getattr(self, name), options.CALIBRATIONS | options.RANGES)
         options.check_tile_size("tile_size", self.tile_size)
         if self.act_static_scale and self.act_qtype is None:
-            raise ValueError(
+            raise value_error(
                 "act_static_scale: expected an act_qtype with it, got None; give one, or leave it out"
             )
         if self.act_static_scale and self.rotate:
-            raise ValueError(
+            raise value_error(
                 "rotate: the statistics of act_static_scale are those of inputs that are not rotated; "
                 "leave out one of them"
             )
@@ -222,7 +222,7 @@ class QuantRule:
           length: the length of the axis that scales are shared along.
         """
         if self.weight_qtype is None:
-            raise ValueError("weight_qtype: None leaves the weight as it is")
+            raise value_error("weight_qtype: None leaves the weight as it is")
         method: str | None = self.weight_calibration_method
         fmt, size = formats.FORMATS.get(self.weight_qtype), self.tile_size  # None for a recipe
         size = round(length * size) if isinstance(size, float) else size
@@ -248,7 +248,9 @@ class QuantRule:
             products not.
         """
         if is_weight and self.rotate:
-            raise ValueError("rotate: only stored weights are rotated, and no products in training")
+            raise value_error(
+                "rotate: only stored weights are rotated, and no products in training"
+            )
         static = self.act_static_scale and not is_weight
         return self._operand(
             "weight" if is_weight else "act",
@@ -263,7 +265,7 @@ class QuantRule:
         with renamed(names):
             config = OperandConfig(**own, **others)
         if prefix != "act" and options.has_no_negative(config.qtype, config.calibration_method):
-            raise ValueError(
+            raise value_error(
                 f"{prefix}_qtype: {config.qtype!r} has no negative codes: expected "
                 f"{prefix}_calibration_method='minmax' with it, got {config.calibration_method!r}"
             )
@@ -361,7 +363,7 @@ class QtRule(QuantRule):
         try:
             return config.with_flat(**dict(self.additional_qt_config or ()))
         except ValueError as e:
-            raise ValueError(f"additional_qt_config: {e}") from None
+            raise value_error(f"additional_qt_config: {e}") from None
 
 
 # --- lists of rules ------------------------------------------------------------------------------
@@ -427,5 +429,5 @@ def warn_of_unused(rules: Sequence[QuantRule], module_paths: Iterable[str]) -> N
 def _op_names(names: Any) -> tuple[str, ...]:
     names = (names,) if isinstance(names, str) else tuple(names)
     if unknown := [name for name in names if name not in OP_NAMES]:
-        raise ValueError(f"op_names: expected some of {', '.join(OP_NAMES)}, got {unknown[0]!r}")
+        raise value_error(f"op_names: expected some of {', '.join(OP_NAMES)}, got {unknown[0]!r}")
     return names

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from haiku_implicit.core import compat
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.fields import aux_field, frozen_field
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.numbers import calibration, formats
 from haiku_implicit.quantized.numbers.extremes import largest, smallest
@@ -67,9 +68,9 @@ class QuantizedBlocks(ImplicitArray):
         """
         fmt = formats.find(dtype)
         if fmt.offset:
-            raise ValueError(f"dtype: expected a symmetric format, got {dtype!r}")
+            raise value_error(f"dtype: expected a symmetric format, got {dtype!r}")
         if not is_positive_integer(block) or block % fmt.multiple:
-            raise ValueError(
+            raise value_error(
                 f"block: expected a multiple of {fmt.multiple} for codes of {fmt.name!r}, got {block!r}"
             )
         x = jnp.asarray(x)

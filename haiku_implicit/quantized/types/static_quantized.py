@@ -11,6 +11,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.interpreter import materialize_array
+from haiku_implicit.core.messages import type_error, value_error
 from haiku_implicit.core.sharding import is_spec
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
@@ -74,12 +75,14 @@ class StaticQuantized(RuledWeight):
             batch axes.
         """
         if not isinstance(weight, QuantizedMatrix):
-            raise TypeError(f"weight: expected a QuantizedMatrix, got {weight!r}")
+            raise type_error(f"weight: expected a QuantizedMatrix, got {weight!r}")
         if weight.activation is None:
-            raise ValueError("weight: expected one with an activation='int8' or the like, got None")
+            raise value_error(
+                "weight: expected one with an activation='int8' or the like, got None"
+            )
         fixed = stats.mode == "fixed" and np.shape(stats.count) == weight.shape[:-2]
         if stats.sums is not None and not fixed:
-            raise ValueError(
+            raise value_error(
                 f"stats: expected mode='fixed' and the batch axes {list(weight.shape[:-2])}, got "
                 f"mode={stats.mode!r} and {list(np.shape(stats.count))}"
             )

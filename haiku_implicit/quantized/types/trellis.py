@@ -23,7 +23,7 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
-from haiku_implicit.core.messages import expecting
+from haiku_implicit.core.messages import expecting, value_error
 from haiku_implicit.core.sharding import result_sharding
 from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, Primitive, Result
 from haiku_implicit.quantized.cpu import build, native
@@ -118,7 +118,7 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits not in BITS.values() or self.axis not in (-2, -1):
-            raise ValueError(
+            raise value_error(
                 f"TrellisMatrix: expected 2, 3 or 4 bits and the axis -2 or -1, got {self.bits!r} and "
                 f"{self.axis!r}"
             )
@@ -155,7 +155,7 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
         """
         w = jnp.asarray(w)
         if w.ndim < 2 or scales.known_nonfinite(w):
-            raise ValueError(
+            raise value_error(
                 f"w: expected a finite matrix [..., n, m], got {list(w.shape)}, or not finite"
             )
         count, steps = sequences(w.shape[-1])
@@ -170,7 +170,7 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
           w: a dense weight of this shape.
         """
         if np.shape(w) != self.shape:
-            raise ValueError(f"w: expected shape {list(self.shape)}, got {list(np.shape(w))}")
+            raise value_error(f"w: expected shape {list(self.shape)}, got {list(np.shape(w))}")
         new = self.encode(w if self.axis == -1 else w.mT, self.bits, dtype=self.dtype)
         return new._replace(axis=self.axis, shape=None)
 
