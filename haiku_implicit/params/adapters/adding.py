@@ -162,6 +162,7 @@ def add_adapter(
       Traceback (most recent call last):
       ...
       ValueError: method 'dora': expected the options rank, alpha (optional), got ranks
+      (docs/errors.md#arguments-and-types)
     """
     kind, name = _kind_of(method)
     if dtype is not None and not jnp.issubdtype(dtype, np.floating):

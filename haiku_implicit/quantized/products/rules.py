@@ -309,7 +309,7 @@ class QtRule(QuantRule):
       Traceback (most recent call last):
       ...
       ValueError: bwd_qtype: 'uint8' has no negative codes: expected bwd_calibration_method='minmax'
-      with it, got 'absmax'
+      with it, got 'absmax' (docs/errors.md#arguments-and-types)
     """
 
     bwd_qtype: Any = None
