@@ -308,7 +308,9 @@ def windows_at(
 def _window(word: jax.Array, following: jax.Array, shift: Any) -> jax.Array:
     """Returns the window from a bit of a word on."""
     one = np.uint16(1)
-    return (word >> shift | following << one << (15 - shift)) & np.uint16(2**WINDOW - 1)
+    # (NumPy 1 makes `15 - shift` an int64.)
+    rest = np.uint16(15) - shift
+    return (word >> shift | following << one << rest) & np.uint16(2**WINDOW - 1)
 
 
 def decode(words: jax.Array, *, bits: int, steps: int) -> jax.Array:
