@@ -88,6 +88,7 @@ from haiku_implicit.quantized.types.quantized_cache import QuantizedCache
 from haiku_implicit.quantized.types.static_quantized import StaticQuantized
 from haiku_implicit.quantized.types.trained_quantized import TrainedQuantized
 from haiku_implicit.quantized.types.trellis import TrellisMatrix
+from haiku_implicit.training.factors import lora_fa, scale_by_lora_plus
 from haiku_implicit.training.gradients import (
     BIASES,
     LAYER_NORMS,
@@ -183,6 +184,8 @@ __all__ = [
     "freeze_declared",
     "freeze_keys",
     "freeze_subtrees",
+    "scale_by_lora_plus",
+    "lora_fa",
     "apply_updates",
     "quantized_state",
     # many devices

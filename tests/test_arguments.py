@@ -101,6 +101,7 @@ PATTERNS = {
     ),
     "lora_creator targets": lambda p, _: creator(hki.lora_creator(rank=2, targets=p)),
     "lora_getter targets": lambda p, _: getter(hki.lora_getter(rank=2, targets=p)),
+    "lora_fa trainable_dense": lambda p, _: hki.lora_fa(optax.sgd(1.0), trainable_dense=p),
     "matching_rule rules": lambda p, _: Q.matching_rule([QuantRule(module_path=p)], "l"),
     "names_by_pattern patterns": lambda p, _: hki.names_by_pattern({p: "l/w"}),
     "partition trainable_dense": lambda p, _: hki.partition(TUNED, trainable_dense=p),

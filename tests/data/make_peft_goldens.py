@@ -1,4 +1,4 @@
-"""Makes peft.npz, peft_adapters.npz, peft_parts.npz, peft_starts.npz and peft_config.json from PEFT.
+"""Makes peft.npz, peft_adapters.npz, peft_parts.npz, peft_starts.npz, peft_steps.npz and peft_config.json.
 
 In peft.npz, for tests/adapters/test_peft.py: for each method PEFT puts an adapter with random numbers on a small layer, in float32 on the CPU. The file
 holds the layer's weight, PEFT's own parameters under PEFT's own names, the inputs, the outputs and the
@@ -16,6 +16,10 @@ LoRA's factors.
 In peft_starts.npz, for tests/adapters/test_lora_init.py: the factors and the rest of a weight as CorDA and
 LoRA-GA begin.
 
+In peft_steps.npz, for tests/test_factors.py: the parameters after each of some steps with PEFT's
+optimizers for LoRA+ and LoRA-FA. PEFT multiplies LoRA-FA's gradients in bfloat16; here it does so in
+float32, and with a small epsilon, which its Adam adds in another place than torch's and optax's.
+
 In peft_config.json: the keys of a configuration of LoRA, with the values that PEFT writes by default.
 
 To make them anew, in an environment of its own::
@@ -29,9 +33,11 @@ import dataclasses
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 import numpy as np
 import peft
+import peft.optimizers
 import safetensors.torch
 import torch
 from peft.tuners.lora.config import CordaConfig, LoraGAConfig, MontecloraConfig
@@ -285,6 +291,53 @@ def starts():
     return arrays
 
 
+# An optimizer and a configuration for each; the options are those of PEFT's functions.
+STEPS = {
+    "plus": ("plus", dict(loraplus_lr_ratio=8.0), dict(bias="lora_only")),
+    "plus, dora": (
+        "plus",
+        dict(loraplus_lr_ratio=4.0, loraplus_weight_decay=0.3),
+        dict(use_dora=True),
+    ),
+    "fa": ("fa", dict(r=2, lora_alpha=3), {}),
+    "fa, rslora": ("fa", dict(r=2, lora_alpha=3), dict(use_rslora=True)),
+}
+
+
+def steps():
+    torch.manual_seed(0)
+    base, (x, target) = Block(bias=True).state_dict(), torch.randn(2, 10, 6)
+    arrays = {f"base/{key}": v.numpy() for key, v in base.items()}
+    arrays |= {"x": x.numpy(), "target": target.numpy()}
+    for name, (kind, options, own) in STEPS.items():
+        block = Block(bias=True)
+        block.load_state_dict(base)
+        config = peft.LoraConfig(
+            r=2, lora_alpha=3, target_modules=["up", "down"], rank_pattern={"down": 3}, **own
+        )
+        model = peft.get_peft_model(block, config)
+        if kind == "plus":
+            optimizer = peft.optimizers.create_loraplus_optimizer(
+                model, torch.optim.AdamW, lr=0.01, **options
+            )
+        else:
+            optimizer = peft.optimizers.create_lorafa_optimizer(model, lr=0.01, **options)
+            optimizer.param_groups[0]["eps"] = 1e-12
+        found = {k: [] for k, p in model.named_parameters() if p.requires_grad or "lora" in k}
+        for _ in range(5):
+            for k, p in model.named_parameters():
+                if k in found:
+                    found[k].append(p.detach().numpy().copy())
+            optimizer.zero_grad()
+            ((model(x) - target) ** 2).sum().backward()
+            with mock.patch("peft.optimizers.lorafa.is_bf16_available", lambda: False):
+                optimizer.step()
+        arrays |= {
+            f"{name}/{k.removeprefix('base_model.model.')}": np.stack(v) for k, v in found.items()
+        }
+    return arrays
+
+
 @torch.no_grad()
 def parts():
     torch.manual_seed(0)
@@ -305,6 +358,7 @@ def main():
     np.savez_compressed(TARGET.with_name("peft_adapters.npz"), **adapters())
     np.savez_compressed(TARGET.with_name("peft_starts.npz"), **starts())
     np.savez_compressed(TARGET.with_name("peft_parts.npz"), **parts())
+    np.savez_compressed(TARGET.with_name("peft_steps.npz"), **steps())
     text = json.dumps(keys(), indent=2)
     TARGET.with_name("peft_config.json").write_text(text + "\n", encoding="utf-8")
     torch.manual_seed(0)
