@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from haiku_implicit.core.bind import bind
+from haiku_implicit.core.bind import bind, is_hashable
 from haiku_implicit.core.typing import Array
 
 # The values of a program that are known, by number.
@@ -185,15 +185,7 @@ def _canonical(
         return eqn.primitive, tuple(sorted(eqn.params.items())), own, kinds
 
     key = len(used), tuple(map(described, steps)), tuple(names[number] for number in results)
-    return used, key if _is_hashable(key) else object()
-
-
-def _is_hashable(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
+    return used, key if is_hashable(key) else object()
 
 
 def evaluated(steps: Sequence[_Step], values: Values, results: Sequence[int]) -> list[Array]:
