@@ -222,11 +222,6 @@ class _Weight(Module):
     def read(self, dense: bool) -> np.ndarray | QuantizedMatrix:
         """Reads the weight, as `Stored` says."""
         shape = self.shape
-        if len(shape) < 2 or not all(shape):
-            raise CheckpointError(
-                f"{self.tensors.where}: {self.module}: expected [outputs, inputs], none of them empty, "
-                f"got {list(shape)}"
-            )
         self._check_symmetric(shape)
         if self.scheme.kind == "float":
             return self._fours(shape) if self.scheme.bits == 4 else self._eights(shape, dense)
