@@ -1,6 +1,7 @@
 """`Adapter`: the base of weights made of a frozen weight and a few trained numbers."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 import jax
@@ -13,6 +14,20 @@ from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers.options import is_positive_integer
+
+_NUMBER = "haiku_implicit_number"
+
+
+def number_field(of: str, core: int = 2, rank: int | None = None) -> Any:
+    """A frozen field for the number that scales an adapter, an array of its batch axes; None is 1.
+
+    Args:
+      of: a field with these batch axes, and `core` axes after them.
+      core: how many these are.
+      rank: the axis of that field that is as long as the rank `r`, for a number that scales by
+        `alpha / r`; None for one that scales as it is.
+    """
+    return dataclasses.field(default=None, metadata={**FROZEN, _NUMBER: (of, core, rank)})
 
 
 @dataclasses.dataclass
@@ -130,13 +145,29 @@ class Adapter(Wrapper, core_ndim=2):
         `create` makes these arrays. Weights of one shape then have one structure, so exchanging one for
         another does not compile anything.
         """
-        return self
+        missing = {
+            name: filled(unit, lead)
+            for name, lead, unit in self._numbers()
+            if getattr(self, name) is None
+        }
+        return self._replace(**missing) if missing else self
 
-    def with_number(self, name: str, value: float, lead: tuple[int, ...]) -> Self:
-        """Fills a field that is None with an array of a number."""
-        if getattr(self, name) is not None:
-            return self
-        return self._replace(**{name: filled(value, lead)})
+    def scaled(self, x: jax.Array) -> jax.Array:
+        """An array `[*batch axes, ...]` times the number that a `number_field` holds."""
+        for name, _, unit in self._numbers():
+            number = getattr(self, name)
+            if number is not None:
+                x = x * jnp.expand_dims(number / unit, range(number.ndim, x.ndim))
+        return x
+
+    def _numbers(self) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        """The name, the batch axes and the default of each `number_field`."""
+        for field in dataclasses.fields(self):
+            if _NUMBER in field.metadata:
+                of, core, rank = field.metadata[_NUMBER]
+                x = getattr(self, of)
+                shape = np.shape(x[0] if isinstance(x, tuple) else x)
+                yield field.name, shape[:-core], 1 if rank is None else shape[rank]
 
     @property
     def lead(self) -> tuple[int, ...]:
