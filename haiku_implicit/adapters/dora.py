@@ -6,7 +6,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.arrays.adapter import Adapter, alpha_or, number_field
+from haiku_implicit.arrays.adapter import Adapter, number_field
 from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
@@ -47,7 +47,7 @@ class DoRA(Adapter):
         a, b = uniform(key, (*lead, n, rank), w.dtype), zeros((*lead, rank, m), w.dtype)
         # The lengths of a constant are a constant, which `materialize` makes dense.
         lengths = materialize(use_implicit_args(lambda w: jnp.sqrt(_squared_lengths(w)))(w))
-        return cls(w, a, b, lengths.astype(w.dtype), alpha_or(alpha, rank, tuple(lead)))
+        return cls(w, a, b, lengths.astype(w.dtype), alpha).completed()
 
     @classmethod
     def of_factors(cls, a: Array, b: Array, scale: Array, **others: Any) -> Self:

@@ -9,7 +9,7 @@ import numpy as np
 
 from haiku_implicit.adapters.operators import Operator
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, alpha_or, number_field
+from haiku_implicit.arrays.adapter import Adapter, number_field
 from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.core.typing import Array
 
@@ -85,7 +85,7 @@ class GraLoRA(Adapter):
             raise ValueError(f"blocks: expected a divisor of {n} and {m}, got {blocks}")
         a = uniform(key, (*lead, blocks, n // blocks, rank), w.dtype)
         b = zeros((*lead, blocks, rank, m // blocks), w.dtype)
-        return cls(w, a, b, alpha_or(alpha, rank, tuple(lead)))
+        return cls(w, a, b, alpha).completed()
 
     def equivalent(self) -> Sum:
         *lead, k, _, r = self.a.shape

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.arrays import drawing
-from haiku_implicit.arrays.adapter import Adapter, alpha_or, number_field
+from haiku_implicit.arrays.adapter import Adapter, number_field
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
@@ -88,14 +88,12 @@ class LoCon(Adapter):
         ndim = kernel_ndim or w.ndim
         if not -ndim <= axis < 0:
             raise ValueError(f"axis: expected -{ndim} to -1, got {axis}")
-        if rank < 1:
-            raise ValueError(f"rank: expected a positive integer, got {rank}")
         lead, kernel = w.shape[: w.ndim - ndim], list(w.shape[w.ndim - ndim :])
         outputs, kernel[axis] = kernel[axis], rank
         bound = (math.prod(kernel) // rank) ** -0.5
         a = drawing.uniform(key, (*lead, *kernel), w.dtype, bound)
         b = drawing.zeros((*lead, rank, outputs), w.dtype)
-        return cls(w, a, b, alpha_or(alpha, rank, lead), axis)
+        return cls(w, a, b, alpha, axis).completed()
 
     @property
     def scaled_b(self) -> jax.Array:

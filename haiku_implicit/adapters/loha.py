@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, alpha_or, number_field
+from haiku_implicit.arrays.adapter import Adapter, number_field
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.typing import Array
 
@@ -41,7 +41,7 @@ class LoHa(Adapter):
         keys = jax.random.split(key, 3)
         a1 = 0.1 * jax.random.normal(keys[0], (*lead, n, rank), w.dtype)
         b1, b2 = (jax.random.normal(k, (*lead, rank, m), w.dtype) for k in keys[1:])
-        return cls(w, a1, b1, jnp.zeros_like(a1), b2, alpha_or(alpha, rank, tuple(lead)))
+        return cls(w, a1, b1, jnp.zeros_like(a1), b2, alpha).completed()
 
     def equivalent(self) -> Array:
         r = self.a1.shape[-1]

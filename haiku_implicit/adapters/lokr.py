@@ -8,7 +8,7 @@ import jax
 
 from haiku_implicit.adapters.operators import Kronecker
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, filled, number_field
+from haiku_implicit.arrays.adapter import Adapter, number_field
 from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.core.typing import Array
 
@@ -53,7 +53,7 @@ class LoKr(Adapter):
         if 2 * rank < min(s, t):
             d = (uniform(keys[0], (*lead, s, rank), w.dtype),
                  uniform(keys[1], (*lead, rank, t), w.dtype))  # fmt: skip
-        return cls(w, c, d, filled(1.0 if alpha is None else alpha / rank, tuple(lead)))
+        return cls(w, c, d, None if alpha is None else alpha / rank).completed()
 
     def equivalent(self) -> Array:
         c, d = (x[0] @ x[1] if isinstance(x, tuple) else x for x in (self.c, self.d))

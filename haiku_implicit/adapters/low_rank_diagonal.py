@@ -7,7 +7,7 @@ import jax
 
 from haiku_implicit.adapters.operators import Diagonal
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, alpha_or, number_field
+from haiku_implicit.arrays.adapter import Adapter, number_field
 from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.typing import Array
@@ -39,7 +39,7 @@ class LowRankDiagonal(Adapter, method="low_rank_diagonal"):
         *lead, n, m = w.shape
         a, b = uniform(key, (*lead, n, rank), w.dtype), zeros((*lead, rank, m), w.dtype)
         values = zeros((*lead, min(n, m)), w.dtype)
-        return cls(w, a, b, values, alpha_or(alpha, rank, tuple(lead)))
+        return cls(w, a, b, values, alpha).completed()
 
     def equivalent(self) -> Sum:
         n, m = self.shape[-2:]

@@ -10,7 +10,7 @@ import numpy as np
 
 from haiku_implicit.adapters.operators import Operator, mapped
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, filled, number_field
+from haiku_implicit.arrays.adapter import Adapter, number_field
 from haiku_implicit.core.fields import FROZEN, aux_field
 from haiku_implicit.core.typing import Array
 
@@ -211,7 +211,7 @@ class FourierFT(Corrected):
         """
         row, column = _places(key, w.shape, coefficients, "coefficients")
         values = jnp.zeros(row.shape, w.dtype)
-        return cls(w, values, row, column, filled(1.0 if scale is None else scale, w.shape[:-2]))
+        return cls(w, values, row, column, scale).completed()
 
     def equivalent(self) -> Sum:
         n, m = self.shape[-2:]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.adapters.vera import RandomMatrix
-from haiku_implicit.arrays.adapter import Adapter, alpha_or, number_field
+from haiku_implicit.arrays.adapter import Adapter, number_field
 from haiku_implicit.arrays.drawing import zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.box import dense
@@ -62,7 +62,7 @@ class RandLoRA(Adapter):
         )
         columns = jnp.full((*lead, k, small), 1 / max(k, small), w.dtype)
         rows = zeros((*lead, rank, k), w.dtype)
-        return cls(w, a, b, rows, columns, alpha_or(alpha, rank, lead))
+        return cls(w, a, b, rows, columns, alpha).completed()
 
     def equivalent(self) -> LoRA:
         r, k = self.rows.shape[-2:]

@@ -1,6 +1,7 @@
 """`Adapter`: the base of weights made of a frozen weight and a few trained numbers."""
 
 import dataclasses
+import numbers
 from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
@@ -25,7 +26,7 @@ def number_field(of: str, core: int = 2, rank: int | None = None) -> Any:
       of: a field with these batch axes, and `core` axes after them.
       core: how many these are.
       rank: the axis of that field that is as long as the rank `r`, for a number that scales by
-        `alpha / r`; None for one that scales as it is.
+        `alpha / r`; None if the number is the scale.
     """
     return dataclasses.field(default=None, metadata={**FROZEN, _NUMBER: (of, core, rank)})
 
@@ -140,17 +141,18 @@ class Adapter(Wrapper, core_ndim=2):
         return x.astype(self.dtype)
 
     def completed(self) -> Self:
-        """The weight with an array for each number that is None for its default.
+        """The weight with an array for each number that is None, for its default, or a Python number.
 
-        `create` makes these arrays. Weights of one shape then have one structure, so exchanging one for
-        another does not compile anything.
+        Weights of one shape then have one structure, so exchanging one for another does not compile
+        anything.
         """
-        missing = {
-            name: filled(unit, lead)
-            for name, lead, unit in self._numbers()
-            if getattr(self, name) is None
-        }
-        return self._replace(**missing) if missing else self
+        new = {}
+        for name, lead, unit in self._numbers():
+            number = getattr(self, name)
+            number = unit if number is None else number
+            if isinstance(number, numbers.Real) or np.ndim(number) < len(lead):
+                new[name] = jnp.full(lead, number, jnp.float32)
+        return self._replace(**new) if new else self
 
     def scaled(self, x: jax.Array) -> jax.Array:
         """An array `[*batch axes, ...]` times the number that a `number_field` holds."""
@@ -203,13 +205,3 @@ def method_named(name: str) -> type[Adapter] | None:
         names = " and ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found)
         raise ValueError(f"method: {name!r} is the name of {names}. Give the class")
     return found[-1] if found else None
-
-
-def filled(value: float, batch: tuple[int, ...]) -> jax.Array:
-    """The number of an option as an array with batch axes, float32."""
-    return jnp.full(batch, float(value), jnp.float32)
-
-
-def alpha_or(alpha: float | None, rank: int, batch: tuple[int, ...]) -> jax.Array:
-    """The option `alpha` as an array; by default a scale `alpha / rank` of 1."""
-    return filled(rank if alpha is None else alpha, batch)
