@@ -92,7 +92,7 @@ class Program:
         return found
 
     def change(self, values: Values, at: int, value: Array) -> None:
-        """Gives an input another value, and forgets what depends on it."""
+        """Gives an input another value, and forgets the values that depend on it."""
         for number in [i for i in values if self.causes[i] >> at & 1]:
             del values[number]
         values[self.inputs[at]] = value
@@ -159,7 +159,7 @@ class Program:
 
 
 def numbers_of(step: _Step) -> list[int]:
-    """The numbers of a step's operands that are no literals."""
+    """The numbers of a step's operands that are not literals."""
     return [x for x in step.operands if isinstance(x, int)]
 
 
