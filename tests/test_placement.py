@@ -91,7 +91,7 @@ def test_parts_of_loras_are_split_as_the_whole_is():
         ("data", "model"),
     )
     odd = {"l": {"w": hki.LoRA(jnp.ones((6, 4)), jnp.ones((6, 2)), jnp.ones((2, 4)))}}
-    assert specs_of(hki.partition(odd)[0], P("model"))["l/w/a"] == ()
+    assert specs_of(hki.partition(odd)[0], P("model"))["l/w/a"] == (None, None)
     dora = hki.add_adapter(quantized(dtype="int8"), 0, "dora", rank=2)
     trained, _ = hki.partition(dora, trainable_dense=False)
     assert specs_of(trained, RULES)["linear/w/a"] == ()

@@ -76,14 +76,17 @@ def leaf_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
     if x.as_part(_counts(spec, x.ndim, mesh)) is NotImplemented:
         return NotImplemented
 
-    def of_leaves(y: Array, own: PartitionSpec) -> Any:
-        if not is_implicit(y):
-            return fitting(own, np.shape(y), mesh)
-        found = leaf_specs(y, own, mesh)
-        return [PartitionSpec()] * len(jax.tree.leaves(y)) if found is NotImplemented else found
-
-    specs = jax.tree.leaves(_with_specs(x, of_leaves, spec, mesh), is_leaf=is_spec)
+    parts = _with_specs(x, functools.partial(part_specs, mesh=mesh), spec, mesh)
+    specs = jax.tree.leaves(parts, is_leaf=is_spec)
     return specs if any(map(names_in, specs)) or _has_shards(x) else NotImplemented
+
+
+def part_specs(x: Array, own: PartitionSpec, mesh: MeshLike) -> Any:
+    """Returns the spec of a dense part of an array, or its leaves' specs: whole if it can't be cut."""
+    if not is_implicit(x):
+        return fitting(own, np.shape(x), mesh)
+    found = leaf_specs(x, own, mesh)
+    return [PartitionSpec()] * len(jax.tree.leaves(x)) if found is NotImplemented else found
 
 
 def shard_specs(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:

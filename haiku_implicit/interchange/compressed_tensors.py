@@ -39,7 +39,7 @@ _FORMATS = (
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "dense"),
 )
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
-# Keys of a configuration: read, and those that do not change what weights are.
+# Keys of a configuration: those that are read, and those that do not change the weights.
 _READ = {"config_groups", "format", "sparsity_config", "transform_config", "quantization_status"}
 _READ |= {"version"}
 _FREE = {"quant_method", "ignore", "kv_cache_scheme", "global_compression_ratio"}
@@ -222,11 +222,6 @@ class _Weight(Module):
     def read(self, dense: bool) -> np.ndarray | QuantizedMatrix:
         """Reads the weight, as `Stored` says."""
         shape = self.shape
-        if len(shape) < 2 or not all(shape):
-            raise CheckpointError(
-                f"{self.tensors.where}: {self.module}: expected [outputs, inputs], none of them empty, "
-                f"got {list(shape)}"
-            )
         self._check_symmetric(shape)
         if self.scheme.kind == "float":
             return self._fours(shape) if self.scheme.bits == 4 else self._eights(shape, dense)

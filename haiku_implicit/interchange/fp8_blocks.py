@@ -14,7 +14,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_implicit.core.messages import value_error
 from haiku_implicit.files.container import CheckpointError, expect
 from haiku_implicit.interchange.grouped_codes import blocks_of_floats, is_pair
 from haiku_implicit.interchange.quantization_config import check_keys
@@ -54,8 +53,6 @@ def quantized(tensors: Tensors, where: str, own: Mapping[str, Any]) -> list[Stor
 def _stored(tensors: Tensors, name: str, ending: str, block: list[int] | None) -> Stored:
     def read(dense: bool) -> QuantizedMatrix:
         codes = tensors.array(name, "F8_E4M3")
-        if codes.ndim < 2 or not codes.size:
-            raise value_error(f"expected [outputs, inputs], not empty, got {list(codes.shape)}")
         scales = tensors.array(f"{name}{ending}", _KINDS)
         scales, own = _grid(codes.shape, scales, block)
         # (transformers computes values in bfloat16 if the scales are only exponents.)

@@ -57,8 +57,8 @@ class _Weight(Module):
     def shape(self) -> tuple[int, ...]:
         """`[outputs, inputs]`"""
         sizes = self.array("shape", "I64 I32").reshape(-1).tolist()
-        right = is_shape(sizes) and len(sizes) == 2 and all(sizes)
-        self.expect(right, "shape", "[outputs, inputs], none of them empty", sizes)
+        right = is_shape(sizes) and len(sizes) == 2
+        self.expect(right, "shape", "[outputs, inputs]", sizes)
         return tuple(sizes)
 
     def codes(self) -> np.ndarray:

@@ -67,8 +67,6 @@ class _Weight(Module):
         kind = self.state["_type"]
         expect_one_of(_KINDS, f"{self._where}: _type", kind)
         shape = self.sizes("qdata")
-        right = len(shape) >= 2 and all(shape)
-        expect(right, self._where, "[outputs, inputs], none of them empty", list(shape))
         return (*shape[:-1], 2 * shape[-1]) if kind == "Int4Tensor" else shape
 
     def read(self, dense: bool) -> np.ndarray | QuantizedMatrix:

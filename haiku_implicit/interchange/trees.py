@@ -15,7 +15,7 @@ from haiku_implicit.core.messages import shown, value_error, warn_caller
 from haiku_implicit.core.predicates import Targets, check_list, no_match, path_of, predicate_of
 from haiku_implicit.core.progress import bar
 from haiku_implicit.core.typing import Array, DType, Tree
-from haiku_implicit.files.container import CheckpointError
+from haiku_implicit.files.container import CheckpointError, expect
 from haiku_implicit.interchange.names import Names, Place, places_of
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers.casts import may_overflow, overflows
@@ -110,6 +110,9 @@ def _placed(tensors: Sequence[Stored], names: Names, where: str) -> dict[str, _P
                 f"{stored.name}"
             )
         shape = stored.shape()
+        is_matrix = not stored.uses or (len(shape) > 1 and all(shape))
+        about = "[..., outputs, inputs], none of them empty"
+        expect(is_matrix, f"{where}: {stored.name}", about, list(shape))
         own = _shape_at(shape, place, f"{where}: {stored.name}")
         placed[path] = _Placed(stored, place, shape, own)
     return placed

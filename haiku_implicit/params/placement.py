@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +17,12 @@ from haiku_implicit.core.predicates import compiled
 from haiku_implicit.core.sharding import (
     fitted,
     fitting,
+    is_spec,
     leaf_specs,
     names_in,
     num_shards,
     padded_spec,
+    part_specs,
     shard_specs,
 )
 from haiku_implicit.core.transform import tree_flatten_with_implicit
@@ -172,16 +175,16 @@ def _specs_of(paths: Sequence[str], params: Params, specs: Specs) -> list[Partit
     def repeated(spec: PartitionSpec, below: Any) -> Any:
         return [spec] * len(tree_flatten_with_implicit(below)[0])
 
-    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+    is_own = lambda x: x is None or is_spec(x)  # noqa: E731
     try:
-        nested = jax.tree.map(repeated, specs, params, is_leaf=is_spec)
+        nested = jax.tree.map(repeated, specs, params, is_leaf=is_own)
     except ValueError as e:
         said = " ".join(str(e).split())
         raise value_error(
             "specs: expected a PartitionSpec, a tree like params or a prefix of it, or a list of pairs "
             f"[(pattern, spec), ...]: {said:.500}"
         ) from e
-    found = jax.tree.leaves(nested, is_leaf=is_spec)
+    found = jax.tree.leaves(nested, is_leaf=is_own)
     return [_checked(path, spec) for path, spec in zip(paths, found, strict=True)]
 
 
@@ -249,7 +252,7 @@ def _uneven(shape: Sequence[int], spec: PartitionSpec, mesh: MeshLike) -> str | 
 def _placed(path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: list[str]) -> Array:
     """The shardings of an array's leaves, in the structure of the array."""
     if is_implicit(x) and known_struct(x) is None:  # in an optimizer's state, say
-        return _of_half(x, spec, mesh)
+        return _with_specs(x, _of_half(x, spec, mesh), mesh)
     if not hasattr(x, "shape"):  # a number of steps, or a string
         return None
     what = f"{path}: {describe(x)}"
@@ -270,6 +273,10 @@ def _placed(path: str, x: Array, spec: PartitionSpec, mesh: MeshLike, notes: lis
     exact = shard_specs(x, spec, mesh) is not NotImplemented
     if not exact and (reason := _not_as_asked(x, specs, spec, mesh)):
         notes.append(f"{what}: {spec}: {reason}")
+    return _with_specs(x, specs, mesh)
+
+
+def _with_specs(x: Array, specs: Sequence[PartitionSpec], mesh: MeshLike) -> Any:
     return jax.tree.unflatten(jax.tree.structure(x), [NamedSharding(mesh, s) for s in specs])
 
 
@@ -290,35 +297,17 @@ def _not_as_asked(
     return ", and ".join(found)
 
 
-def _of_half(x: Array, spec: PartitionSpec, mesh: MeshLike) -> Any:
-    """The shardings of a half of an implicit array: LoRA's factors are split as in the whole weight."""
+def _of_half(x: Array, spec: PartitionSpec, mesh: MeshLike) -> list[Any]:
+    """The specs of a half of an implicit array: LoRA's factors are split as in the whole weight."""
     specs = jax.tree.map(lambda _: PartitionSpec(), x)
     if isinstance(x, LoRA) and len(spec) <= (ndim := max(map(np.ndim, (x.a, x.b)))) >= 2:
         *lead, rows, columns = padded_spec(spec, ndim)
-        wanted = dict(a=(*lead, rows, None), b=(*lead, None, columns), factor=tuple(lead))
-        specs = x._replace(
-            **{name: _if_even(getattr(x, name), entries, mesh) for name, entries in wanted.items()}
-        )
-    is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
-
-
-def _if_even(x: Array, entries: Sequence[Any], mesh: MeshLike) -> Any:
-    """The spec of one array of a half: None if it is missing, replicated if it can't be cut.
-
-    For an implicit array, as in a quantized state, the specs of its leaves.
-    """
-    if x is None:
-        return None
-    pairs = zip(np.shape(x), entries, strict=False)
-    even = all(length % num_shards(entry, mesh) == 0 for length, entry in pairs)
-    spec = PartitionSpec(*entries) if even else PartitionSpec()
-    if not is_implicit(x):
-        return spec
-    specs = leaf_specs(x, spec, mesh)
-    if specs is NotImplemented:
-        return jax.tree.map(lambda _: PartitionSpec(), x)
-    return jax.tree.unflatten(jax.tree.structure(x), specs)
+        wanted = dict(a=(*lead, rows), b=(*lead, None, columns), factor=lead)
+        for name, entries in wanted.items():
+            of = functools.partial(part_specs, own=PartitionSpec(*entries), mesh=mesh)
+            new = jax.tree.map(of, getattr(x, name), is_leaf=is_implicit)
+            specs = specs._replace(**{name: new})
+    return jax.tree.leaves(specs, is_leaf=is_spec)
 
 
 def _quantized(x: Array) -> list[QuantizedMatrix]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, Params, State, Tree
 from haiku_implicit.training.gradients import Slot, align, is_empty, slots_of, treedef_of
@@ -48,7 +49,7 @@ def scale_by_lora_plus(ratio: float = 16.0) -> optax.GradientTransformation:
       [-0.001] [-0.016]
     """
     if not ratio > 0:
-        raise ValueError(f"ratio: expected a positive number, got {ratio!r}")
+        raise value_error(f"ratio: expected a positive number, got {ratio!r}")
 
     def init(params: Params) -> optax.EmptyState:
         if not any(_OF_PLUS.fullmatch(slot.keys[-1]) for slot in slots_of(params) if slot.keys):
@@ -119,7 +120,7 @@ def lora_fa(
 
     def update(updates: Tree, state: State, params: Params = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
-            raise ValueError("params: the update of lora_fa needs the parameters, which hold a")
+            raise value_error("params: the update of lora_fa needs the parameters, which hold a")
         slots, treedef = slots_of(params), treedef_of(params)
         pairs = zip(slots, align(treedef, updates, "updates"), strict=True)
         around = _neighbors(slots)
@@ -158,7 +159,7 @@ def _corrected(grad: Array, slot: Slot, fields: dict[str, Array], scale: float |
         return grad
     own = fields.get("factor", scale)
     if own is None and not any(name.startswith("w") for name in fields):
-        raise ValueError(
+        raise value_error(
             f"{slot.name}: the parameters do not hold the scale alpha / rank of this factor. Give "
             "lora_fa the number as scale=, or its update the whole parameters"
         )
@@ -169,6 +170,6 @@ def _corrected(grad: Array, slot: Slot, fields: dict[str, Array], scale: float |
 
 
 def _no_factor(name: str, field: str) -> ValueError:
-    return ValueError(
+    return value_error(
         f"params: {name} finds no factor {field} of a LoRA in them. Give it parameters after add_lora"
     )

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from haiku_implicit.core.bind import bind
+from haiku_implicit.core.bind import bind, is_hashable
 from haiku_implicit.core.typing import Array
 
 # The values of a program that are known, by number.
@@ -92,7 +92,7 @@ class Program:
         return found
 
     def change(self, values: Values, at: int, value: Array) -> None:
-        """Gives an input another value, and forgets what depends on it."""
+        """Gives an input another value, and forgets the values that depend on it."""
         for number in [i for i in values if self.causes[i] >> at & 1]:
             del values[number]
         values[self.inputs[at]] = value
@@ -159,7 +159,7 @@ class Program:
 
 
 def numbers_of(step: _Step) -> list[int]:
-    """The numbers of a step's operands that are no literals."""
+    """The numbers of a step's operands that are not literals."""
     return [x for x in step.operands if isinstance(x, int)]
 
 
@@ -185,15 +185,7 @@ def _canonical(
         return eqn.primitive, tuple(sorted(eqn.params.items())), own, kinds
 
     key = len(used), tuple(map(described, steps)), tuple(names[number] for number in results)
-    return used, key if _is_hashable(key) else object()
-
-
-def _is_hashable(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
+    return used, key if is_hashable(key) else object()
 
 
 def evaluated(steps: Sequence[_Step], values: Values, results: Sequence[int]) -> list[Array]:
