@@ -97,7 +97,7 @@ def compared(
     rows = []
     for chosen in (everywhere, *map(found.allocate, budgets)):
         new = found.quantize(model.params, chosen)
-        bits = fidelity.held(new, fidelity.is_quantized)["bits"]
+        bits = model.inputs.bits(new)
         counts = [f"{[*chosen.values()].count(option)} {option}" for option in found.options]
         scores = {k: f"{x:.4f}" for k, x in model.score(hki.materialize(new)).items()}
         rows.append((", ".join(counts), f"{bits:.3f}", scores))

@@ -1,10 +1,12 @@
 """Measures the accuracy that each format and calibration loses, on real weights.
 
-    python -m benchmarks.fidelity                 # everything: results, table and plot
+    python -m pip install -e '.[bench]' xllamacpp==2026.10.11549
+    python -m benchmarks.fidelity                 # everything: results, tables and plot
     python -m benchmarks.fidelity --cases=AWQ     # only cases whose names match the expression
-    python -m benchmarks.fidelity --report_only   # table and plot from the recorded results
+    python -m benchmarks.fidelity --report_only   # tables and plot from the recorded results
 
 Run it from the root of the repository. `docs/fidelity.md` describes the measurements.
+(xllamacpp has llama.cpp's own quantizer.)
 """
 
 import functools
@@ -14,8 +16,8 @@ import operator
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -26,7 +28,7 @@ from tqdm import tqdm
 
 import haiku_implicit as hki
 from benchmarks import fidelity_report as report
-from benchmarks import result_files
+from benchmarks import gguf_fidelity, result_files
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))  # its scripts import each other by name
@@ -42,6 +44,10 @@ ONLY = flags.DEFINE_string(
 )
 COSINE = flags.DEFINE_bool("cosine", True, "Whether to score MiniLM.")
 PERPLEXITY = flags.DEFINE_bool("perplexity", True, "Whether to score SmolLM2 as well.")
+
+LLAMA_CPP = flags.DEFINE_string(
+    "llama_cpp", None, "llama.cpp's shared library, with `ggml_quantize_chunk`; None: xllamacpp's."
+)
 
 LINEAR = r"bert/layer_.*/w"
 Params = dict[str, dict[str, Any]]
@@ -65,28 +71,44 @@ def measure() -> None:
     models = [model for model in (encoder, language) if model is not None]
     old = results.setdefault("dense", {})
     results["dense"] = functools.reduce(operator.or_, [m.score(m.params) for m in models], old)
-    chosen = {name: case for name, case in report.CASES.items() if re.search(ONLY.value, name)}
-    for name, (options, method) in (progress := tqdm(chosen.items())):
+    for name, quantize in (progress := tqdm(chosen_cases().items())):
         progress.set_description(name)
-        old = results["cases"].get(name, {})
-        new = [model.case(options, method) for model in models]
-        results["cases"][name] = functools.reduce(operator.or_, new, old)
-        result_files.write(results, report.RESULTS)
+        if new := [own for model in models if (own := model.case(quantize)) is not None]:
+            old = results["cases"].get(name, {})
+            results["cases"][name] = functools.reduce(operator.or_, new, old)
+            result_files.write(results, report.RESULTS)
 
 
-def held(params: Params, chosen: Any) -> dict[str, float]:
-    """Returns the bits per weight of the quantized weights."""
-    arrays = [x for own in params.values() for x in own.values() if chosen(x)]
-    return dict(bits=8 * sum(x.nbytes for x in arrays) / sum(x.size for x in arrays))
+class Quantized(NamedTuple):
+    """A model's parameters with quantized weights.
+
+    Attributes:
+        bits: Per weight.
+        dense: The parameters as dense arrays.
+        scored: The parameters to score: with quantized activations, other ones than the dense.
+    """
+
+    bits: float
+    dense: Params
+    scored: Params
 
 
-def linear_weights(params: Params) -> list[tuple[str, str]]:
-    """Returns the modules and names of MiniLM's linear weights."""
-    return [(m, n) for m in params for n in params[m] if re.fullmatch(LINEAR, f"{m}/{n}")]
-
-
-def is_quantized(x: Any) -> bool:
-    return isinstance(x, hki.QuantizedMatrix | hki.ScaledMatrix | hki.adapters.Rotated)
+def chosen_cases() -> dict[str, Callable[["Inputs"], Quantized | None]]:
+    """Returns the cases that `--cases` chooses: what each makes of a model; None: it does not fit."""
+    found: dict[str, Callable[[Inputs], Quantized | None]] = {}
+    for name, (options, method) in report.CASES.items():
+        if re.search(ONLY.value, name):
+            found[name] = functools.partial(Inputs.quantized, options=options, method=method)
+    theirs = {name: way for name, way in report.LLAMA_CPP.items() if re.search(ONLY.value, name)}
+    if theirs:
+        quantizer = gguf_fidelity.Quantizer(LLAMA_CPP.value)
+        for name, (kind, way) in theirs.items():
+            if way == "none" and quantizer.requires_importance(kind):
+                continue
+            found[name] = functools.partial(
+                Inputs.rounded, quantizer=quantizer, kind=kind, importance=way
+            )
+    return found
 
 
 class Inputs:
@@ -94,6 +116,8 @@ class Inputs:
 
     def __init__(self, apply: Any, params: Params, batches: list[Any], targets: str) -> None:
         self.params, self.targets, self.model = params, targets, (apply, batches)
+        paths = [(module, name) for module in params for name in params[module]]
+        self.weights = [own for own in paths if re.fullmatch(targets, "/".join(own))]
 
     @functools.cached_property
     def moments(self) -> dict[str, jax.Array]:
@@ -103,8 +127,11 @@ class Inputs:
     def maxima(self) -> dict[str, jax.Array]:
         return hki.input_maxima(self.model[0], self.params, self.model[1], targets=self.targets)
 
-    def quantized(self, options: dict[str, Any], method: str | None) -> tuple[Params, Params]:
-        """Returns the parameters with these weights quantized, and the parameters to score."""
+    def quantized(self, options: dict[str, Any], method: str | None) -> Quantized | None:
+        """Quantizes the weights here; returns None if groups do not divide the width."""
+        group = options.get("group_size") or 1
+        if any(self.params[m][n].shape[0] % group for m, n in self.weights):
+            return None
         if method is None:
             new = hki.quantize_params(self.params, targets=self.targets, **options)
         else:
@@ -114,8 +141,34 @@ class Inputs:
             new = hki.quantize_with_inputs(
                 self.params, inputs, method=method, carry=carry, **options
             )
-        # With quantized activations, the dense weights would not score the model.
-        return new, new if "activation" in options else hki.materialize(new)
+        dense = hki.materialize(new)
+        return Quantized(self.bits(new), dense, new if "activation" in options else dense)
+
+    def bits(self, params: Params) -> float:
+        """Returns the bits per weight that these weights have in other parameters."""
+        weights = [params[module][name] for module, name in self.weights]
+        return 8 * sum(x.nbytes for x in weights) / sum(x.size for x in weights)
+
+    def rounded(self, quantizer: gguf_fidelity.Quantizer, kind: str, importance: str) -> Quantized:
+        """Rounds the weights to a type of llama.cpp.
+
+        Args:
+          quantizer: llama.cpp's.
+          kind: the type's name in GGML.
+          importance: of the inputs of each weight. "data": the sums of their squares over the
+            calibration batch (llama.cpp has the means, which give the same codes); "equal": one for
+            each input; "none": none is given.
+        """
+        weights = {(m, n): np.asarray(self.params[m][n], np.float32) for m, n in self.weights}
+        given = {
+            "data": lambda path: np.diag(self.moments["/".join(path)]),
+            "equal": lambda path: np.ones(len(weights[path])),
+        }.get(importance)
+        found = quantizer.rounded(kind, weights, given and {path: given(path) for path in weights})
+        new = {module: dict(own) for module, own in self.params.items()}
+        for (module, name), weight in found.items():
+            new[module][name] = jnp.asarray(weight)
+        return Quantized(gguf_fidelity.bits(kind), new, new)
 
 
 class Encoder:
@@ -133,15 +186,16 @@ class Encoder:
         calibration = minilm.tokenize(files[0], background[:128], 128)
         self.inputs = Inputs(model.apply, self.params, [calibration], LINEAR)
 
-    def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
+    def case(self, quantize: Callable[[Inputs], Quantized | None]) -> dict[str, float] | None:
         """Returns the bits, the error of the weights, and the scores."""
-        new, scored = self.inputs.quantized(options, method)
-        return dict(**held(new, is_quantized), **self.error(new), **self.score(scored))
+        new = quantize(self.inputs)
+        if new is None:
+            return None
+        return dict(bits=new.bits, **self.error(new.dense), **self.score(new.scored))
 
-    def error(self, new: Params) -> dict[str, float]:
+    def error(self, dense: Params) -> dict[str, float]:
         """Returns the error of the linear weights, relative to the weights."""
-        dense = hki.materialize(new)
-        pairs = [(dense[m][n], self.params[m][n]) for m, n in linear_weights(self.params)]
+        pairs = [(dense[m][n], self.params[m][n]) for m, n in self.inputs.weights]
         error = sum(float(jnp.sum((a - b) ** 2)) for a, b in pairs)
         total = sum(float(jnp.sum(b**2)) for _, b in pairs)
         return dict(rms=math.sqrt(error / total))
@@ -178,11 +232,10 @@ class Language:
         logprobs = jax.nn.log_softmax(self.apply(params, tokens)[:, :-1])
         return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
 
-    def case(self, options: dict[str, Any], method: str | None) -> dict[str, float]:
-        """Returns the perplexity with quantized weights; {} if groups do not divide the width, 576."""
-        if 576 % (options.get("group_size") or 1):
-            return {}
-        return self.score(self.inputs.quantized(options, method)[1])
+    def case(self, quantize: Callable[[Inputs], Quantized | None]) -> dict[str, float] | None:
+        """Returns the perplexity with quantized weights."""
+        new = quantize(self.inputs)
+        return None if new is None else self.score(new.scored)
 
     def score(self, params: Params) -> dict[str, float]:
         """Returns the perplexity of the held-out text."""

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ from benchmarks import tables as markdown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fidelity.json"
-GGUF_RESULTS = RESULTS.with_name("gguf_fidelity.json")  # from `benchmarks.gguf_fidelity`
 DOCUMENTS = (
     ROOT / "docs" / "fidelity.md",
     ROOT / "benchmarks" / "results" / "fidelity.md",
@@ -155,7 +155,7 @@ MAIN = (
     "Qwix 0.1.8: nf4 tile 64",
 )
 
-# llama.cpp's formats, each with the cases here of about as many bits.
+# llama.cpp's types, each with the case here of as many bits (up to .01) or fewer; without data.
 BESIDE_GGUF = {
     "Q8_0": "int8, 32, mse",
     "Q6_K": "int6, 16, double, mse",
@@ -167,33 +167,58 @@ BESIDE_GGUF = {
     "Q4_0": "int4, 32, mse",
     "IQ4_NL": "iq4_nl, 32, mse",
     "IQ4_XS": "iq4_nl, 32, double, mse",
-    "Q3_K": "int3, 32, zero point, double, mse",
-    "IQ3_S": "int3, 32, zero point, double, mse",
-    "Q2_K": "int2, 32, zero point, double, mse",
+    "Q3_K": "trellis3",
+    "IQ3_S": "trellis3",
+    "IQ3_XXS": "trellis3",
+    "Q2_K": "trellis2",
+    "IQ2_S": "trellis2",
+    "IQ2_XS": "trellis2",
+    "IQ2_XXS": "trellis2",
 }
+
+# Name: (type, the importance of inputs that the quantizer gets: "none" or "equal" without data).
+LLAMA_CPP = {
+    f"llama.cpp: {kind}{ending}": (kind, way)
+    for kind in BESIDE_GGUF
+    for ending, way in ((", no importance", "none"), (", equal", "equal"), (", imatrix", "data"))
+}
+
+# The formats of the table with and without data, beside llama.cpp's of 2 to 4.5 bits: (case without
+# data, case with data).
+WITH_DATA = {
+    "int4, 64": ("int4, 64, mse", "int4, 64, GPTQ"),
+    "nf4, 64": ("nf4, 64, mse", "nf4, 64, GPTQ"),
+    "trellis4": ("trellis4", "trellis4, LDLQ"),
+    "int3, 64": ("int3, 64, mse", "int3, 64, GPTQ"),
+    "trellis3": ("trellis3", "trellis3, LDLQ"),
+    "trellis2": ("trellis2", "trellis2, LDLQ"),
+}
+LLAMA_CPP_WITH_DATA = [
+    "Q4_K", "IQ4_XS", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_S", "IQ2_XS", "IQ2_XXS"
+]  # fmt: skip
 
 
 def write() -> None:
     """Updates the tables and the plot from the recorded results."""
-    results, theirs = recorded()
-    markdown.replace(DOCUMENTS, tables(results, theirs))
-    draw(results, theirs)
+    results = recorded()
+    markdown.replace(DOCUMENTS, tables(results))
+    draw(results)
 
 
-def recorded() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads the results of `benchmarks.fidelity` and of `benchmarks.gguf_fidelity`."""
-    return json.loads(RESULTS.read_text()), json.loads(GGUF_RESULTS.read_text())
+def recorded() -> dict[str, Any]:
+    """Reads the results of `benchmarks.fidelity`."""
+    return json.loads(RESULTS.read_text())
 
 
-def tables(results: dict[str, Any], theirs: dict[str, Any]) -> dict[str, str]:
+def tables(results: dict[str, Any]) -> dict[str, str]:
     """Returns the tables of `docs/fidelity.md`, by name."""
     dense = results["dense"]
     header = ["format", "bits per weight", "relative RMS", "cosine", "Pearson", "perplexity"]
     rows = [
-        ["dense", "32", "0", "1", f"{dense['pearson']:.3f}", _number(dense, "perplexity")],
+        ["dense", "32", "0", "1", f"{dense['pearson']:.3f}", _perplexity(dense)],
         *(
-            [name, *_figures(r), f"{r['pearson']:.3f}", _number(r, "perplexity")]
-            for name, r in in_order(results).items()
+            [name, *_figures(r), f"{r['pearson']:.3f}", _perplexity(r)]
+            for name, r in in_order(results, (*CASES, *LLAMA_CPP)).items()
         ),
         *(
             [f"Qwix 0.1.8: {name}", f"{bits:.2f}", f"{rms:.4f}", f"{cosine:.5f}", "–", "–"]
@@ -204,58 +229,108 @@ def tables(results: dict[str, Any], theirs: dict[str, Any]) -> dict[str, str]:
     return dict(
         main=markdown.table(header, main),
         fidelity=markdown.table(header, rows),
-        gguf=_beside_gguf(results, theirs),
+        gguf=_beside_gguf(results),
+        data=_with_data(results),
     )
 
 
-def _beside_gguf(results: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Returns a table of llama.cpp's formats, each with the cases here of about as many bits."""
-    figures = ["bits", "relative RMS", "cosine"]
+def _beside_gguf(results: dict[str, Any]) -> str:
+    """Returns a table of llama.cpp's types, each with the case here of about as many bits."""
+    figures = ["bits", "relative RMS", "cosine", "perplexity"]
     rows = []
     for kind, name in BESIDE_GGUF.items():
-        # There are two ways to quantize without data: choose the one with the smaller error.
-        ways = [theirs["cases"].get(f"{kind}{way}") for way in ("", ", no importance")]
-        best = min(filter(None, ways), key=lambda record: record["rms"])
-        rows.append([kind, *_figures(best), name, *_figures(results["cases"][name])])
+        theirs, ours = without_data(results, kind), results["cases"][name]
+        cells = [[*_figures(x), _perplexity(x)] for x in (theirs, ours)]
+        rows.append([kind, *cells[0], name, *cells[1]])
     return markdown.table(["llama.cpp", *figures, "here", *figures], rows)
+
+
+def without_data(results: dict[str, Any], kind: str) -> dict[str, float]:
+    """Returns the record of a type of llama.cpp without data: the way with the smaller error."""
+    ways = [results["cases"].get(f"llama.cpp: {kind}{x}") for x in (", no importance", ", equal")]
+    return min(filter(None, ways), key=lambda record: record["rms"])
+
+
+def with_and_without_data(results: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the records of formats without and with data, here and llama.cpp's, by their bits."""
+    cases = results["cases"]
+    found = {name: (cases[a], cases[b]) for name, (a, b) in WITH_DATA.items()}
+    for kind in LLAMA_CPP_WITH_DATA:
+        own = without_data(results, kind), cases[f"llama.cpp: {kind}, imatrix"]
+        found[f"llama.cpp: {kind}"] = own
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]["bits"]))
+
+
+def _with_data(results: dict[str, Any]) -> str:
+    """Returns a table of formats without and with data."""
+    rows = []
+    for name, (without, given) in with_and_without_data(results).items():
+        both = [f"{x['cosine']:.4f}" for x in (without, given)]
+        rows.append([name, f"{given['bits']:.2f}", *both, *map(_perplexity, (without, given))])
+    figures = ["cosine", "cosine, with data", "perplexity", "perplexity, with data"]
+    return markdown.table(["format", "bits per weight", *figures], rows)
 
 
 def _figures(record: dict[str, float]) -> list[str]:
     return [f"{record['bits']:.3f}", f"{record['rms']:.4f}", f"{record['cosine']:.5f}"]
 
 
-def in_order(results: dict[str, Any]) -> dict[str, Any]:
-    """Returns the records of cases, in the order of `CASES`."""
-    return {name: results["cases"][name] for name in CASES if name in results["cases"]}
+def in_order(results: dict[str, Any], names: Iterable[str] = tuple(CASES)) -> dict[str, Any]:
+    """Returns the records of cases, in the order of their names."""
+    return {name: results["cases"][name] for name in names if name in results["cases"]}
 
 
-def _number(record: dict[str, float], name: str) -> str:
-    return f"{record[name]:.2f}" if name in record else "–"
+def _perplexity(record: dict[str, float]) -> str:
+    return f"{record['perplexity']:.2f}" if "perplexity" in record else "–"
 
 
-def draw(results: dict[str, Any], gguf: dict[str, Any]) -> None:
-    """Plots error against bits, with the bound of a Gaussian source."""
+def draw(results: dict[str, Any]) -> None:
+    """Plots error against bits: of weights, without data; of embeddings, with data."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
+    ours = dict(s=18, color="#1f6fb2", label="haiku_implicit")
+    llama_cpp = dict(s=22, marker="+", color="#3b8f4d", label="llama.cpp")
     bits = np.linspace(1, 8.6, 50)
-    axes.plot(bits, 2.0**-bits, color="#9a9a9a", label="rate–distortion bound, Gaussian source")
+    left.plot(bits, 2.0**-bits, color="#9a9a9a", label="rate–distortion bound, Gaussian source")
     # (Methods with a calibration batch minimize another error than the weights'.)
-    ours = [(r["bits"], r["rms"]) for n, r in in_order(results).items() if CASES[n][1] is None]
-    axes.scatter(*zip(*ours, strict=True), s=18, color="#1f6fb2", label="haiku_implicit")
+    records = [r for name, r in in_order(results).items() if CASES[name][1] is None]
+    left.scatter(*_points(records, lambda r: r["rms"]), **ours)
     theirs = [(b, e) for b, e, _ in QWIX.values()]
-    axes.scatter(*zip(*theirs, strict=True), s=22, marker="x", color="#d07c1f", label="Qwix 0.1.8")
-    of_gguf = [(gguf["cases"][kind]["bits"], gguf["cases"][kind]["rms"]) for kind in BESIDE_GGUF]
-    axes.scatter(*zip(*of_gguf, strict=True), s=22, marker="+", color="#3b8f4d", label="llama.cpp")
-    axes.set_yscale("log")
-    axes.set(xlabel="bits per weight, scales included", ylabel="relative RMS error of the weights")
-    axes.set_title("MiniLM's linear weights", fontsize=10)
-    axes.grid(color="#e4e4e4", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    left.scatter(*zip(*theirs, strict=True), s=22, marker="x", color="#d07c1f", label="Qwix 0.1.8")
+    records = [without_data(results, kind) for kind in BESIDE_GGUF]
+    left.scatter(*_points(records, lambda r: r["rms"]), **llama_cpp)
+    left.set(title="MiniLM's linear weights, without data", ylabel="relative RMS error")
+    both = with_and_without_data(results)
+    for style, names in (
+        (ours, [*WITH_DATA]),
+        (llama_cpp, [f"llama.cpp: {kind}" for kind in LLAMA_CPP_WITH_DATA]),
+    ):
+        points = _points([both[name][1] for name in names], lambda r: 1 - r["cosine"])
+        right.scatter(*points, **style)
+        for name, x, y in zip(names, *points, strict=True):
+            short = name.removeprefix("llama.cpp: ")
+            place = (4, -8 if short == "IQ3_S" else 3)  # Q3_K is near
+            right.annotate(short, (x, y), place, textcoords="offset points", fontsize=7)
+    right.set(title="MiniLM's embeddings, with data", ylabel="1 − cosine")
+    for axes in (left, right):
+        axes.set(yscale="log", xlabel="bits per weight, scales included")
+        axes.title.set_fontsize(10)
+        axes.set_axisbelow(True)
+        axes.grid(color="#e4e4e4", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
     IMAGE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(IMAGE, dpi=160)
     plt.close(figure)
+
+
+def _points(
+    records: Iterable[dict[str, float]], error: Callable[[dict[str, float]], float]
+) -> tuple[list[float], list[float]]:
+    """Returns the bits, and the errors."""
+    records = list(records)
+    return [r["bits"] for r in records], [error(r) for r in records]

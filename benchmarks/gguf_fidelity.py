@@ -1,58 +1,31 @@
-"""Measures the accuracy of llama.cpp's formats on the weights of `benchmarks.fidelity`, for comparison.
+"""llama.cpp's own quantizer, for `benchmarks.fidelity`.
 
-    python3 -m venv llama && llama/bin/pip install llama-cpp-python==0.3.36   # compiles for minutes
-    python -m benchmarks.gguf_fidelity --library=llama/lib/python3.11/site-packages/llama_cpp/lib
-
-Run the second command from the root of the repository, with the requirements of `benchmarks.fidelity`.
-It loads llama.cpp's own quantizer by ctypes, so it uses no Python of that environment. Then
-`python -m benchmarks.fidelity --report_only` writes the table and the plot.
+It is loaded by ctypes from a shared library: the one in PyPI's `xllamacpp`, or a `libggml-base.so`.
 """
 
 import ctypes
+import importlib.util
+import math
 import pathlib
-from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
 
 import gguf
-import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
-from tqdm import tqdm
-
-from benchmarks import fidelity, fidelity_report, result_files
-
-LIBRARY = flags.DEFINE_string(
-    "library", None, "The folder of llama.cpp's shared libraries, in llama-cpp-python's package."
-)
+from absl import app
 
 _BLOCK = 256  # a multiple of all block sizes
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
-    quantizer = Quantizer(pathlib.Path(LIBRARY.value or ""))
-    encoder = fidelity.Encoder()
-    results: dict[str, Any] = dict(commit=quantizer.commit, cases={})
-    for kind in (progress := tqdm(fidelity_report.BESIDE_GGUF)):
-        for flat in (True, False):
-            progress.set_description(kind)
-            if not flat and quantizer.requires_importance(kind):
-                continue
-            bits, new = quantizer.rounded(encoder.params, kind, flat)
-            record = dict(bits=bits, **encoder.error(new), **encoder.score(new))
-            results["cases"][kind if flat else f"{kind}, no importance"] = record
-            result_files.write(results, fidelity_report.GGUF_RESULTS)
-
-
 class Quantizer:
-    """llama.cpp's quantization, called in its own library."""
+    """llama.cpp's quantization of weights, on two threads."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        path = folder.resolve() / "libggml-base.so"
-        if not path.exists():
-            raise app.UsageError(f"--library: {path} is not there; see the start of {__file__}")
-        self._library = ctypes.CDLL(str(path))
+    def __init__(self, path: str | None) -> None:
+        """Loads a library; without a path, the one of the installed `xllamacpp`."""
+        found = pathlib.Path(path) if path else _installed()
+        if found is None or not found.is_file():
+            raise app.UsageError("--llama_cpp: no library; pip install xllamacpp, or see --help")
+        self._library = ctypes.CDLL(str(found.resolve()))
         self._quantize = self._library.ggml_quantize_chunk
         sizes = [ctypes.c_int64] * 3
         self._quantize.argtypes = [
@@ -60,42 +33,59 @@ class Quantizer:
         ]  # fmt: skip
         self._quantize.restype = ctypes.c_size_t
         self._library.ggml_quantize_requires_imatrix.restype = ctypes.c_bool
-        self._library.ggml_commit.restype = ctypes.c_char_p
-        self.commit = self._library.ggml_commit().decode()
+        self._library.ggml_version.restype = ctypes.c_char_p
+        self.version = self._library.ggml_version().decode()
 
     def requires_importance(self, kind: str) -> bool:
+        """Whether a type can be quantized only if the importance of inputs is known."""
         return self._library.ggml_quantize_requires_imatrix(int(gguf.GGMLQuantizationType[kind]))
 
-    def rounded(self, params: Any, kind: str, flat: bool) -> tuple[float, Any]:
-        """Returns the bits per weight, and the parameters with rounded linear weights.
+    def rounded(
+        self, kind: str, weights: dict[Any, np.ndarray], importance: dict[Any, np.ndarray] | None
+    ) -> dict[Any, np.ndarray]:
+        """Returns rounded weights, by the same keys.
 
         Args:
-          params: parameters of the encoder.
           kind: the type's name in GGML.
-          flat: whether to declare all weights equally important, or to pass no importance.
+          weights: float32 matrices `[inputs, outputs]`.
+          importance: a positive number for each input of each weight. None: none is known.
         """
-        new = {module: dict(own) for module, own in params.items()}
-        for module, name in fidelity.linear_weights(params):
-            # Rows are along the inputs, as in GGUF files. A width of 384 is not a multiple of
-            # 256, so blocks continue in the next row. Groups of 16 and 32 still stay within rows.
-            rows = np.asarray(params[module][name], np.float32).T
-            new[module][name] = jnp.asarray(self._round(rows, kind, flat).T)
-        elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        return 8 * size / elements, new
 
-    def _round(self, rows: np.ndarray, kind: str, flat: bool) -> np.ndarray:
+        def one(key: Any) -> np.ndarray:
+            return self._round(kind, weights[key].T, importance and importance[key]).T
+
+        with futures.ThreadPoolExecutor(2) as threads:
+            return dict(zip(weights, threads.map(one, weights), strict=True))
+
+    def _round(self, kind: str, rows: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+        """Rounds rows along the inputs, as GGUF files have them.
+
+        A width that is not a multiple of 256 has blocks that continue in the next row: as many rows
+        as needed become one. Groups of 16 and 32 still stay within their rows.
+        """
         ggml_type = gguf.GGMLQuantizationType[kind]
         elements, size = gguf.GGML_QUANT_SIZES[ggml_type]
-        source = np.ascontiguousarray(rows).reshape(-1, _BLOCK)
-        data = np.zeros((len(source), _BLOCK // elements * size), np.uint8)
-        importance = np.ones(_BLOCK, np.float32)
+        joined = _BLOCK // math.gcd(rows.shape[1], _BLOCK)
+        source = np.ascontiguousarray(rows, np.float32).reshape(-1, joined * rows.shape[1])
+        data = np.zeros((len(source), source.shape[1] // elements * size), np.uint8)
+        if importance is not None:
+            importance = np.tile(np.asarray(importance, np.float32), joined)
         written = self._quantize(
             int(ggml_type), source.ctypes.data, data.ctypes.data, 0, *source.shape,
-            importance.ctypes.data if flat else None,
+            None if importance is None else importance.ctypes.data,
         )  # fmt: skip
         assert written == data.nbytes, (kind, written, data.nbytes)
         return gguf.quants.dequantize(data, ggml_type).reshape(rows.shape)
 
 
-if __name__ == "__main__":
-    app.run(main)
+def bits(kind: str) -> float:
+    """The bits per weight of a type of GGML."""
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return 8 * size / elements
+
+
+def _installed() -> pathlib.Path | None:
+    """Returns the library in the package `xllamacpp`, which is not imported."""
+    spec = importlib.util.find_spec("xllamacpp")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return next((x for own in folders or () for x in pathlib.Path(own).glob("*.so")), None)

@@ -293,6 +293,9 @@ MISTAKES = {
         {"a": {"w": jnp.ones((8, 1))}}, hki.get_adapter(LORA), check_base=False
     ),
     "digests: ...": lambda: a_model(LORA)[0].check_digests(a_model(TUNED)[0].digests()),
+    "requantize: rounding again": lambda: hki.merge_lora(
+        {"a": {"w": TUNED["a"]["w"]._replace(b=jnp.full((2, 8), 0.01))}}, requantize=True
+    ),
     "state: ..., which the": lambda: step(True, False, True),
     "updates: the optimizer": lambda: hki.freeze_declared(optax.adam(0.1)).update(
         LORA, optax.adam(0.1).init(PARAMS)

@@ -64,7 +64,8 @@ def printed_by(code, document, scope=None):
 @pytest.mark.all_slow
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SINGLE, ids=name_of)
-def test_examples_print_what_the_pages_show(page):
+def test_examples_print_what_the_pages_show(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for files that examples write
     for code, shown in code_blocks(page):
         if shown:
             assert printed_by(code, page) == shown
@@ -73,7 +74,8 @@ def test_examples_print_what_the_pages_show(page):
 @pytest.mark.all_slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_run_from_top_to_bottom(name):
+def test_programs_run_from_top_to_bottom(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     scope = {"__name__": "__main__"}
     for code, shown in code_blocks(DOCS / name):
         assert printed_by(code, DOCS / name, scope) == shown, code

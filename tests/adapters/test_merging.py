@@ -204,7 +204,9 @@ def test_the_damage_of_requantizing_is_told(dtype):
     """By weight, and of the outputs of the model on a batch."""
     base = {"layer": {"w": normal((32, 16))}}
     params = moved(hki.add_lora(hki.quantize_params(base, dtype=dtype, group_size=8), 0, rank=2))
-    merged = hki.merge_adapters(params, requantize=True)
+    with warnings.catch_warnings(record=True) as warned:
+        merged = hki.merge_adapters(params, requantize=True)
+    assert ["rounding again" in str(w.message) for w in warned] == [True] * (dtype == "int4")
     assert type(merged["layer"]["w"]) is hki.QuantizedMatrix
     apply = hki.use_implicit_args(lambda params, x: x @ params["layer"]["w"])
     x = normal((5, 32), 3)
@@ -302,3 +304,60 @@ def test_a_type_of_the_users_is_quantized_again_by_its_method():
     assert jax.tree.structure(merged) == jax.tree.structure(base)
     assert merged.matrix.half.dtype == jnp.float16
     np.testing.assert_allclose(hki.materialize(merged), hki.materialize(lora), rtol=1e-3, atol=1e-3)
+
+
+@dataclasses.dataclass
+class _Tenths(_Half):
+    """A weight of tenths."""
+
+    def requantize(self, w):
+        return self._replace(half=(jnp.round(10 * w) / 10).astype(jnp.float16))
+
+
+def test_a_correction_that_rounding_spoils_is_said():
+    """Of 1 + d, which becomes 1 or 1.1: an error of more than half of d, from .034 to .066."""
+    sizes = (0.02, 0.066, 0.068, 0.1)
+
+    def tuned(d):
+        base = _Tenths(jnp.ones((4, 3), jnp.float16))
+        return {"w": hki.LoRA(base, jnp.full((4, 1), d), jnp.ones((1, 3)))}
+
+    tree = {str(d): tuned(d) for d in (0.0, *sizes)}
+    with pytest.warns(UserWarning, match="requantize: rounding again") as found:
+        merged = hki.merge_adapters(tree, requantize=True)
+    [warning] = found
+    assert " of 0.02/w, 0.066/w. Keep the adapter" in str(warning.message)
+    for d in sizes:
+        error = np.linalg.norm(hki.materialize(merged[str(d)]["w"]) - (1 + d))
+        assert (error > np.linalg.norm(np.full((4, 3), d)) / 2) == (d < 0.067)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hki.merge_adapters(tree)
+        jax.jit(lambda tree: hki.merge_adapters(tree, requantize=True))(tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "size", "lost"),
+    [
+        (dict(dtype="trellis3"), 0.005, (0.99, 1.01)),  # the codes stay as they are
+        (dict(dtype="int4", group_size=32), 0.005, (0.9, 1.2)),
+        # Scales by the largest magnitude are others than those of "mse": the rounding begins anew.
+        (dict(dtype="int4", group_size=32, calibration="mse"), 0.005, (10, 25)),
+        (dict(dtype="int8", calibration="mse"), 0.1, (0.01, 0.15)),
+    ],
+)
+def test_a_small_correction_is_lost_in_few_bits(options, size, lost):
+    base = hki.quantize_params({"m": {"w": normal((256, 64))}}, **options)
+    tuned = moved(hki.add_lora(base, 0, rank=2))
+    before, after = (hki.materialize(x)["m"]["w"] for x in (base, tuned))
+    factor = size * np.linalg.norm(before) / np.linalg.norm(after - before)
+    tuned["m"]["w"] = tuned["m"]["w"]._replace(b=factor * tuned["m"]["w"].b)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        merged = hki.merge_adapters(tuned, requantize=True)
+    want = hki.materialize(tuned)["m"]["w"]
+    correction, error = want - before, hki.materialize(merged)["m"]["w"] - want
+    ratio = np.linalg.norm(error) / np.linalg.norm(correction)
+    assert lost[0] < ratio < lost[1]
+    assert any("rounding again" in str(w.message) for w in found) == (ratio > 0.5)

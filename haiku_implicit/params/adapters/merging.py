@@ -15,7 +15,7 @@ from haiku_implicit.arrays.matrix_view import is_view_of_dense, matrix_of, with_
 from haiku_implicit.arrays.scaled import ScaledMatrix
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
-from haiku_implicit.core.messages import value_error, warn_caller
+from haiku_implicit.core.messages import see, shown, value_error, warn_caller
 from haiku_implicit.core.structure import free_summand
 from haiku_implicit.core.typing import Array, SameTree
 from haiku_implicit.params.adapters import parts, vector_bank
@@ -39,6 +39,7 @@ def merge_adapters(params: SameTree, *, requantize: bool = False) -> SameTree:
         Codes that `quantize_with_inputs` found become codes that know no inputs, which costs most
         with trellis codes of two and three bits: for them, quantize the dense merged weights with
         inputs again. Weights of other types become dense, with a warning.
+        Another warning names the weights whose rounding error is more than half of the correction.
         `compare_params(params, merged)` reports the loss, for each weight and for the model's
         outputs. Less is lost if the adapter is put on the dense weights from before quantization
         (`set_adapter(dense, get_adapter(params), check_base=False)`), merged, and the result
@@ -68,23 +69,33 @@ def merge_adapters(params: SameTree, *, requantize: bool = False) -> SameTree:
     trees.check_whole_tree(parameters)
     _warn_of_untied(parameters)
     done: dict[Any, Any] = {}
+    lost: list[str] = []
 
     def merged(parameter: trees.Parameter) -> Array:
         parts.check_whole(parameter.path, parameter.value)
         same = jax.tree.structure(parameter.value), _leaf_ids(parameter.value)
         if same not in done:
-            done[same] = trees.on_matrix(lambda own: _merged(own, requantize))(parameter)
+            done[same] = trees.on_matrix(lambda own: _merged(own, requantize, lost))(parameter)
         return done[same]
 
     marks = [parts.has_adapter(p.value) or is_view_of_dense(p.value) for p in parameters]
-    return trees.map_marked(whole, marks, merged)
+    new = trees.map_marked(whole, marks, merged)
+    if lost:
+        warn_caller(
+            "requantize: rounding again has an error of more than half of the adapter's correction of "
+            f"{shown(lost)}. Keep the adapter, or merge it into dense weights (requantize=False), or "
+            "quantize the merged original weights once, with more bits "
+            f"{see('an-adapter-rounded-away')}"
+        )
+    return new
 
 
 # Another name, as most adapters are LoRA.
 merge_lora = merge_adapters
 
 
-def _merged(parameter: trees.Parameter, requantize: bool) -> Array:
+def _merged(parameter: trees.Parameter, requantize: bool, lost: list[str]) -> Array:
+    """Merges a parameter; `lost` gets its path if rounding it again spoils its adapter's correction."""
     value = parameter.value
     if not is_implicit(value):  # the matrix of a view
         return value
@@ -98,9 +109,25 @@ def _merged(parameter: trees.Parameter, requantize: bool) -> Array:
             "quantized again; quantize_params or quantize_with_inputs makes it anew"
         )
         return dense
+    if not parts.is_traced((value, new)) and _is_lost(base, dense, new):
+        lost.append(parameter.path)
     # With the tree structure of the base, for optimizer states and compiled functions.
     same = jax.tree.unflatten(jax.tree.structure(base), jax.tree.leaves(new))
     return same if same.dtype == new.dtype else new
+
+
+def _is_lost(base: Array, dense: jax.Array, new: Array) -> bool:
+    """Whether rounding has an error of more than half of the correction, which is not just noise.
+
+    Weights that round to the codes of the base lose the whole correction, with an error as large as
+    it. So an error as large as the correction is too much.
+    """
+    exact = dense.astype(jnp.promote_types(dense.dtype, jnp.float32))
+    error, correction, size = (
+        float(jnp.linalg.norm(jnp.ravel(x)))
+        for x in (materialize_array(new) - exact, exact - materialize_array(base), exact)
+    )
+    return correction > 1e-6 * size and error > correction / 2
 
 
 def _leaf_ids(value: Array) -> tuple[int, ...]:

@@ -240,7 +240,7 @@ def check_bases(parameters: Mapping[str, Array], adapter: AdapterParts) -> None:
                 f" {see('another-base')}"
             )
         base = base_of(parameters[path])
-        if not _is_traced(base) and digest(base) != wanted:
+        if not is_traced(base) and digest(base) != wanted:
             raise ValueError(
                 f"{path}: the adapter was made for another base than this {describe(base)}, so that it "
                 "would stand for other numbers. Give it that base, or check_base=False"
@@ -253,7 +253,7 @@ def check_bases(parameters: Mapping[str, Array], adapter: AdapterParts) -> None:
             )
 
 
-def _is_traced(value: Array) -> bool:
+def is_traced(value: Array) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree_util.tree_leaves(value))
 
 
