@@ -417,8 +417,9 @@ struct Numbers {
     if (found != out) std::copy_n(found, count, out);
   }
 
-  // Asks for the memory of `count` of them, of which the first is so many on.
-  void prefetch(int64_t first, int64_t count) const {
+  // Asks for the memory of `count` of them, of which the first is so many on. (Inline: GCC drops calls of functions
+  // that only ask for memory.)
+  HKI_INLINE void prefetch(int64_t first, int64_t count) const {
     const int64_t size = dtype == XLA_FFI_DataType_F32 ? 4 : 2;
     const char* at = static_cast<const char*>(data) + first * size;
     for (int64_t i = 0; i < count * size; i += 64) __builtin_prefetch(at + i, 0, 2);

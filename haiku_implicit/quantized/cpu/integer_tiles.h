@@ -25,8 +25,8 @@ constexpr int kTall = 2 * kLanes;     // rows of a tile
 constexpr int kTogether = kRegisters / 4;  // rows of x that are multiplied together
 constexpr int64_t kColumns = 64;      // rows of x that pass by while a tile's codes are near
 constexpr int64_t kSteps = 64;        // the most that are summed before they are scaled
+constexpr int64_t kLine = 64;         // bytes of memory that come together
 constexpr int64_t kRounded = 16;      // rows of x that are rounded together: whole vectors of them
-constexpr int64_t kBeside = 32;       // times four bytes of a row, that are decoded at a time
 
 // Sums of products in a tile; those of 16 bits have the products of the first and last two of four codes
 // beside each other.
@@ -135,20 +135,54 @@ struct Columns {
   }
 };
 
-// Four bytes of each of `kTall` rows beside each other, for `count` times four of them.
-void beside(const uint8_t* const* codes, int64_t at, int64_t count, int32_t* out) {
 #if defined(HKI_AVX512) || defined(HKI_AVX2)
-  for (int64_t i = 0; i < count; i += 4)
-    for (int r = 0; r < kTall; r += 4) {
-      __m128 part[4];
-      for (int n = 0; n < 4; ++n) part[n] = load<__m128>(codes[r + n] + at + 4 * i);
-      _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
-      for (int n = 0; n < 4; ++n)
-        _mm_storeu_ps(reinterpret_cast<float*>(out + (i + n) * kTall + r), part[n]);
-    }
+// Transposes the matrices of 4 x 4 elements that are beside each other.
+HKI_INLINE void transpose_four(Wide* rows) {
+#if defined(HKI_AVX512)
+#define HKI_UNPACK(which, a, b) _mm512_unpack##which((__m512i)(a), (__m512i)(b))
+#else
+#define HKI_UNPACK(which, a, b) _mm256_unpack##which((__m256i)(a), (__m256i)(b))
+#endif
+  const auto a = HKI_UNPACK(lo_epi32, rows[0], rows[1]), b = HKI_UNPACK(lo_epi32, rows[2], rows[3]);
+  const auto c = HKI_UNPACK(hi_epi32, rows[0], rows[1]), d = HKI_UNPACK(hi_epi32, rows[2], rows[3]);
+  rows[0] = (Wide)HKI_UNPACK(lo_epi64, a, b), rows[1] = (Wide)HKI_UNPACK(hi_epi64, a, b);
+  rows[2] = (Wide)HKI_UNPACK(lo_epi64, c, d), rows[3] = (Wide)HKI_UNPACK(hi_epi64, c, d);
+}
+#undef HKI_UNPACK
+#endif
+
+// Calls `f(i, v, four)` with four bytes of each of a vector's rows, for `count` times four bytes, and up to
+// three times more: `v` says which of two vectors they are of.
+template <class F>
+HKI_INLINE void beside(const uint8_t* const* rows, int64_t count, const F& f) {
+#if defined(HKI_AVX512) || defined(HKI_AVX2)
+  constexpr int64_t kFours = kLine / 4;  // taken at once: a line may not stay near, where rows share few sets
+  for (int64_t line = 0; line < count; line += kFours)
+    for (int v = 0; v < 2; ++v)
+      for (int64_t i = line; i < std::min(line + kFours, count); i += 4) {
+        const auto two = [&](int r) HKI_INLINED {
+          const uint8_t* const* of = rows + v * kLanes + r;
+          const __m256i first = _mm256_castsi128_si256(load<__m128i>(of[0] + 4 * i));
+          return _mm256_inserti128_si256(first, load<__m128i>(of[4] + 4 * i), 1);
+        };
+        Wide part[4];  // rows n, n + 4 ...
+        repeat<4>([&](auto n) HKI_INLINED {
+#if defined(HKI_AVX512)
+          part[n] = (Wide)_mm512_inserti64x4(_mm512_castsi256_si512(two(n)), two(n + 8), 1);
+#else
+          part[n] = (Wide)two(n);
+#endif
+        });
+        transpose_four(part);
+        repeat<4>([&](auto n) HKI_INLINED { f(i + n, v, part[n]); });
+      }
 #else
   for (int64_t i = 0; i < count; ++i)
-    for (int r = 0; r < kTall; ++r) std::memcpy(out + i * kTall + r, codes[r] + at + 4 * i, 4);
+    for (int v = 0; v < 2; ++v) {
+      Ints four;
+      for (int r = 0; r < kLanes; ++r) std::memcpy(&four[r], rows[v * kLanes + r] + 4 * i, 4);
+      f(i, v, (Wide)four);
+    }
 #endif
 }
 
@@ -160,8 +194,7 @@ class Tile {
       : integers_(integers), w_(integers.w), x_(x) {
     float* memory = scratch(size());
     tile_ = reinterpret_cast<Wide*>(memory);
-    beside_ = reinterpret_cast<int32_t*>(memory + x.groups * x.steps * kTall);
-    totals_ = memory + (x.groups * x.steps + kBeside + 4) * kTall;
+    totals_ = memory + (x.groups * x.steps + kBehindTile) * kTall;
     scales_ = totals_ + kColumns * kTall;
     offsets_ = scales_ + round_up(w_.groups, 4) * kTall;
     of_rows_ = offsets_ + round_up(w_.groups, 4) * kTall;
@@ -177,14 +210,16 @@ class Tile {
     read(w_.scale, first, scales_);
     if (w_.offset.data) read(w_.offset, first, offsets_);
     decode();
+    const bool usual = x_.pieces == 1 && x_.steps == kUsual;
     for (int64_t m0 = 0; m0 < m; m0 += kColumns) {
       const int64_t columns = round_up(std::min(kColumns, m - m0), kTogether);
       for (int64_t i = 0; i < columns; ++i)
         for (int v = 0; v < 2; ++v) store(totals_ + i * kTall + v * kLanes, Floats{});
       for (int64_t group = 0; group < x_.groups; ++group) {
-        if (m0 == 0) ask_for_next(group);
-        for (int64_t piece = 0; piece < x_.pieces; ++piece)
-          x_.pieces == 1 && x_.steps == kUsual ? add<kUsual>(group, piece, m0, columns) : add<0>(group, piece, m0, columns);
+        for (int64_t piece = 0; piece < x_.pieces; ++piece) {
+          if (m0 == 0) ask_for_next(first, group, piece);
+          usual ? add<kUsual>(group, piece, m0, columns) : add<0>(group, piece, m0, columns);
+        }
       }
       for (int64_t i = 0; w_.offset.data && i < columns; i += kTogether) add_offsets(m0, i);
       for (int64_t i = 0; i < std::min(columns, m - m0); ++i) {
@@ -199,9 +234,10 @@ class Tile {
 
  private:
   static constexpr int kParts = nibbles ? 2 : 1;
+  static constexpr int64_t kBehindTile = 3 * kParts;  // steps that are decoded, and of no meaning
 
   int64_t size() const {
-    return (x_.groups * x_.steps + kBeside + 4 + kColumns + 3 * round_up(w_.groups, kLanes) +
+    return (x_.groups * x_.steps + kBehindTile + kColumns + 3 * round_up(w_.groups, kLanes) +
             w_.padded() / 4) * kTall;
   }
 
@@ -210,51 +246,51 @@ class Tile {
     const uint8_t* rows[kTall];
     for (int r = 0; r < kTall; ++r) {
       float* of_row = of_rows_ + r * round_up(w_.groups, kLanes);
-      numbers.read(w_.scales_before(std::min(first + r, w_.rows - 1)), w_.groups, of_row);
-      rows[r] = reinterpret_cast<const uint8_t*>(of_row);
+      const int64_t at = w_.scales_before(std::min(first + r, w_.rows - 1));
+      if (w_.groups % 4) numbers.read(at, w_.groups, of_row);  // (four are read at a time)
+      rows[r] = reinterpret_cast<const uint8_t*>(w_.groups % 4 ? of_row : numbers.floats(at, w_.groups, of_row));
     }
-    beside(rows, 0, w_.groups, reinterpret_cast<int32_t*>(out));
+    beside(rows, w_.groups, [&](int64_t i, int v, Wide four) HKI_INLINED {
+      store(out + i * kTall + v * kLanes, (Floats)four);
+    });
   }
 
-  // A group's codes of the next tile. (These rows may be too many ways apart for the CPU to foresee them.)
-  void ask_for_next(int64_t group) const {
-    const int64_t size = integers_.group_bytes, begin = round_up(group * size, 64);
-    for (int64_t at = begin; at < (group + 1) * size; at += 64)
-      for (int r = 0; r < kTall; ++r) __builtin_prefetch(codes_[r] + kTall * w_.row_bytes() + at, 0, 2);
+  // A piece's share of the codes and scales of the next tile, not all at once: the CPU foresees no rows that are
+  // this far apart, and few misses may be pending. (Inline: GCC drops calls of functions that only ask.)
+  HKI_INLINE void ask_for_next(int64_t first, int64_t group, int64_t piece) const {
+    const int64_t lines = kTall * w_.stored / kLine, pieces = x_.groups * x_.pieces;
+    const int64_t at = group * x_.pieces + piece;
+    for (int64_t i = at * lines / pieces; i < (at + 1) * lines / pieces; ++i)
+      __builtin_prefetch(codes_[i % kTall] + kTall * w_.row_bytes() + i / kTall * kLine);
+    if (piece == 0 && w_.step == 1) w_.scale.prefetch(w_.scales_before(first + kTall) + group * kTall, kTall);
   }
 
   // Values of all steps. (Groups of whole steps follow each other.)
   void decode() {
     const int64_t size = integers_.group_bytes, runs = size % 4 ? x_.groups : 1;
     const int64_t count = x_.groups * x_.steps / kParts / runs;
-    Wide* out = tile_;
-    for (int64_t run = 0; run < runs; ++run)
-      for (int64_t i = 0; i < count; i += kBeside) {
-        const int64_t some = std::min(kBeside, count - i);
-        beside(codes_, run * size + 4 * i, some, beside_);
-        decode(some, out);
-        out += 2 * kParts * some;
-      }
-  }
-
-  void decode(int64_t count, Wide* out) const {
-    for (int64_t i = 0; i < count; ++i, out += 2 * kParts)
-      for (int v = 0; v < 2; ++v) {
-        const Wide codes = load<Wide>(beside_ + i * kTall + v * kLanes);
+    const Wide table = integers_.table;
+    const uint8_t* rows[kTall];
+    for (int64_t run = 0; run < runs; ++run) {
+      for (int r = 0; r < kTall; ++r) rows[r] = codes_[r] + run * size;
+      beside(rows, count, [&, out = tile_ + 2 * kParts * count * run](int64_t i, int v, Wide codes) HKI_INLINED {
+        Wide* const to = out + 2 * kParts * i + v;
         if constexpr (nibbles) {
-          out[v] = lookup(integers_.table, codes & 15);
-          out[v + 2] = lookup(integers_.table, (Wide)((UnsignedWords)codes >> 4) & 15);
+          to[0] = lookup(table, codes & 15);
+          to[2] = lookup(table, (Wide)((UnsignedWords)codes >> 4) & 15);
         } else {
-          out[v] = codes + integers_.table;
+          to[0] = codes + table;
         }
-      }
+      });
+    }
   }
 
   static constexpr int kUsual = 8;  // steps of groups of 32, and so many at a time
 
-  // Adds the products of a piece of a group, of so many steps if these are known, with rows of x.
+  // Adds the products of a piece of a group, of so many steps if these are known, with rows of x. (Compiled apart:
+  // so its vectors stay in registers.)
   template <int known>
-  void add(int64_t group, int64_t piece, int64_t m0, int64_t columns) {
+  HKI_ONCE void add(int64_t group, int64_t piece, int64_t m0, int64_t columns) {
     const int64_t from = piece * x_.in_piece;
     const int64_t steps = known ? known : std::min(x_.in_piece, x_.steps - from);
     const Wide* tile = tile_ + 2 * (group * x_.steps + from);
@@ -266,7 +302,7 @@ class Tile {
     for (int64_t m = 0; m < columns; m += kTogether) {
       Sum sums[kTogether][2];
       repeat<kTogether>([&](auto i) HKI_INLINED { sums[i][0] = sums[i][1] = (Sum)(Ints{} + start[m + i]); });
-      const int32_t* of_x = codes + m * x_.steps;
+      const int32_t* of_x = codes + m * (known ? known : x_.steps);
       const Wide* of_tile = tile;
       const auto add_steps = [&](auto count) HKI_INLINED {
         repeat<count>([&](auto) HKI_INLINED {
@@ -309,7 +345,6 @@ class Tile {
   const Weights& w_;
   const Columns& x_;
   Wide* tile_;          // [groups, steps, 2]
-  int32_t* beside_;
   float *totals_, *scales_, *offsets_, *of_rows_;
   uint8_t* padded_;
   const uint8_t* codes_[kTall];
