@@ -399,6 +399,21 @@ def test_quantize_by_rules():
         hki.quantize_params(params, rules=[QuantRule(module_path="z", weight_qtype="int8")])
 
 
+def test_rules_quantize_the_weight_of_an_adapter():
+    from haiku_implicit.quantization import QuantRule
+
+    weight = jax.random.normal(KEY, (32, 16))
+    params = hki.add_lora({"a": {"w": weight}, "head": {"w": weight}}, KEY, rank=2)
+    params = hki.add_adapter(params, KEY, "dora", rank=2, targets="head/w")
+    rules = [QuantRule(module_path="a", weight_qtype="nf4"), QuantRule(weight_qtype="int8")]
+    new = hki.quantize_params(params, rules=rules)
+    plain = hki.quantize_params({"a": {"w": weight}, "head": {"w": weight}}, rules=rules)
+    for name, base in (("a", new["a"]["w"].w), ("head", new["head"]["w"].w.w)):
+        jax.tree.map(np.testing.assert_array_equal, base, plain[name]["w"])
+    with pytest.raises(ValueError, match="are implicit already"):
+        hki.quantize_params(new, rules=rules)
+
+
 def test_rules_rotate():
     from haiku_implicit.quantization import QtRule, QuantRule
 

@@ -36,7 +36,7 @@ def quantize_params(
     matrix_axes: MatrixAxesOf | None = None,
     **options: Unpack[QuantizeArguments],
 ) -> SameTree:
-    """Quantizes weights of a tree of parameters; of an adapter, its `w` (without `rules`).
+    """Quantizes weights of a tree of parameters; of an adapter, its `w`.
 
     Args:
       params: parameters as Haiku's `init` returns them, or any nesting of mappings; or
@@ -95,7 +95,7 @@ def quantize_params(
     choice = trees.Choice(targets, exclude, missing_ok, matrix_axes)
     if rules is not None:
         stored = functools.partial(_stored_by_rule, how)
-        edit = trees.by_rules(trees.checked_rules(rules), stored)
+        edit = trees.by_rules(trees.checked_rules(rules), stored, in_adapters=True)
     else:
         edit = trees.of_weights(lambda p: how.put_on(p.path, p.value, p.stacked), how)
     return trees.replace_targets(params, choice, edit)

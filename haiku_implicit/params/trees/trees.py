@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from haiku_implicit.arrays.adapter import kinds
+from haiku_implicit.arrays.adapter import Adapter, kinds
 from haiku_implicit.arrays.matrix_view import MatrixView
 from haiku_implicit.core import progress
 from haiku_implicit.core.array import check_no_half, check_values, is_implicit
@@ -422,6 +422,8 @@ def by_rules(
     rules: Sequence[QuantRule],
     make: Callable[[Parameter, Any], Any],
     decide: Callable[[Sequence[QuantRule], Parameter], Any] = rule_of,
+    *,
+    in_adapters: bool = False,
 ) -> Edit:
     """An edit of the dense weights that rules quantize.
 
@@ -431,19 +433,27 @@ def by_rules(
       rules: the rules.
       make: called as `make(parameter, decided)`.
       decide: a function that selects from the rules for a parameter: `rule_of` one, `rules_of` all.
+      in_adapters: whether the `w` of an adapter is such a weight, too.
     """
+
+    def is_dense(value: Array) -> bool:
+        if in_adapters and isinstance(value, Adapter):
+            return is_dense(value.w)
+        return selection.is_dense_matrix(value)
 
     def fits(parameter: Parameter) -> bool:
         with selection.editing(parameter.path, parameter.value):
-            return selection.is_dense_matrix(parameter.value) and bool(decide(rules, parameter))
+            return is_dense(parameter.value) and bool(decide(rules, parameter))
 
     def made(parameter: Parameter) -> Array:
-        with selection.editing(parameter.path, parameter.value):
+        value = parameter.value
+        if isinstance(value, Adapter):
+            return value._replace(w=made(parameter._replace(value=value.w)))
+        with selection.editing(parameter.path, value):
             return make(parameter, decide(rules, parameter))
 
     def weights(parameters: Parameters, choice: Choice) -> list[Parameter]:
-        found = choice.chosen(parameters, selection.is_weight)
-        return [p for p in found if selection.is_dense_matrix(p.value)]
+        return [p for p in choice.chosen(parameters, selection.is_weight) if is_dense(p.value)]
 
     def nothing(parameters: Parameters, choice: Choice) -> ValueError:
         return _no_weights(rules, parameters, weights(parameters, choice))
