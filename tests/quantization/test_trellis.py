@@ -140,7 +140,11 @@ def test_parts(axis):
     with hki.materialization("error"):
         found = hki.materialize(hki.use_implicit_args(run)(w))
     jax.tree.map(np.testing.assert_array_equal, found, run(dense))
-    cut = (lambda w: w[8:24]) if axis == -1 else (lambda w: w[:, 8:24:2])
+    # (Older versions of JAX index every other column by a gather.)
+    every_other = functools.partial(
+        jax.lax.slice_in_dim, start_index=8, limit_index=24, stride=2, axis=1
+    )
+    cut = (lambda w: w[8:24]) if axis == -1 else every_other
     with hki.materialization("error"):
         part = hki.use_implicit_args(cut)(w)
     assert isinstance(part, hki.TrellisMatrix)
