@@ -535,6 +535,9 @@ def programs(donate=False):
 def test_frozen_arrays_are_arguments_of_programs():
     (by_argument, frozen), _ = programs()
     weights = 3 * 256 * 256 * 4
+    if compat.new_ref is None:  # JAX before 0.9 writes frozen arrays into the program.
+        assert len(frozen.as_text()) > weights
+        return
     assert len(frozen.as_text()) < len(by_argument.as_text()) + weights / 100
     a, b = (x.compile() for x in (by_argument, frozen))
     flops = [x.cost_analysis()["flops"] for x in (a, b)]
@@ -556,7 +559,8 @@ def test_programs_share_one_copy():
     for _ in range(2):
         own = train(own, x)
         evaluate(own, x)
-    assert sum(map(weight_is, jax.live_arrays())) <= 1
+    copies = 1 if compat.new_ref is not None else 2  # (an older JAX makes constants of them)
+    assert sum(map(weight_is, jax.live_arrays())) <= copies
 
 
 def test_programs_without_references():

@@ -6,10 +6,11 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from haiku_implicit.arrays.adapter import Adapter, number_field
+from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.arrays.scaled import ScaledMatrix
+from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.transform import materialize, use_implicit_args
 from haiku_implicit.core.typing import Array
 
@@ -39,7 +40,7 @@ class DoRA(Adapter):
     a: Array
     b: Array
     magnitude: Array
-    alpha: Array = number_field("a", rank=-1)
+    alpha: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
     def create(cls, w: Array, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
@@ -47,16 +48,20 @@ class DoRA(Adapter):
         a, b = uniform(key, (*lead, n, rank), w.dtype), zeros((*lead, rank, m), w.dtype)
         # The lengths of a constant are a constant, which `materialize` makes dense.
         lengths = materialize(use_implicit_args(lambda w: jnp.sqrt(_squared_lengths(w)))(w))
-        return cls(w, a, b, lengths.astype(w.dtype), alpha).completed()
+        return cls(w, a, b, lengths.astype(w.dtype), alpha_or(alpha, rank, tuple(lead)))
 
     @classmethod
     def of_factors(cls, a: Array, b: Array, scale: Array, **others: Any) -> Self:
         """As `LoRA.of_factors`, with the lengths as another field."""
         return cls.without_base(a=a, b=b, alpha=jnp.float32(scale * a.shape[-1]), **others)
 
+    def completed(self) -> Self:
+        return self.with_number("alpha", self.a.shape[-1], self.a.shape[:-2])
+
     def equivalent(self) -> ScaledMatrix:
         lora = LoRA(self.w, self.a, self.b, self.alpha)
-        squares = _squared_lengths(self.w) + _squares_of_delta(self.w, self.scaled(self.a), self.b)
+        scaled_a = self.a if self.alpha is None else self.a * lora.scale[..., None, None]
+        squares = _squared_lengths(self.w) + _squares_of_delta(self.w, scaled_a, self.b)
         lengths = jnp.sqrt(jax.lax.stop_gradient(squares))
         # A column of zeros lacks a direction. It is not rescaled, so that its factors have a gradient.
         some = lengths > 0

@@ -9,8 +9,9 @@ import numpy as np
 
 from haiku_implicit.adapters.operators import Operator
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, number_field
+from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.drawing import uniform, zeros
+from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array
 
@@ -61,7 +62,7 @@ class GraLoRA(Adapter):
 
     a: Array
     b: Array
-    alpha: Array = number_field("a", core=3, rank=-1)
+    alpha: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
     def check_options(cls, options: dict[str, Any]) -> None:
@@ -88,10 +89,14 @@ class GraLoRA(Adapter):
             raise value_error(f"blocks: expected a divisor of {n} and {m}, got {blocks}")
         a = uniform(key, (*lead, blocks, n // blocks, rank), w.dtype)
         b = zeros((*lead, blocks, rank, m // blocks), w.dtype)
-        return cls(w, a, b, alpha).completed()
+        return cls(w, a, b, alpha_or(alpha, rank, tuple(lead)))
+
+    def completed(self) -> Self:
+        return self.with_number("alpha", self.a.shape[-1], self.lead)
 
     def equivalent(self) -> Sum:
         *lead, k, _, r = self.a.shape
-        a = self.scaled(self.a).astype(self.dtype).reshape(*self.a.shape[:-1], k, r // k)
+        scale = 1.0 if self.alpha is None else jnp.expand_dims(self.alpha / r, (-3, -2, -1))
+        a = (self.a * scale).astype(self.dtype).reshape(*self.a.shape[:-1], k, r // k)
         b = self.b.astype(self.dtype).reshape(*lead, k, k, r // k, -1)
         return Sum(self.w, BlockLowRank(a, b))

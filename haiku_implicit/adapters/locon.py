@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_implicit.arrays import drawing
-from haiku_implicit.arrays.adapter import Adapter, number_field
+from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
-from haiku_implicit.core.fields import aux_field
+from haiku_implicit.core.fields import FROZEN, aux_field
 from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.sharding import axis_names
 from haiku_implicit.core.typing import Array, DType, EqnParam, Primitive, Result
@@ -40,7 +40,7 @@ class LoCon(Adapter):
 
     a: Array
     b: Array
-    alpha: Array = number_field("b", rank=-2)
+    alpha: Array = dataclasses.field(default=None, metadata=FROZEN)
     axis: int = aux_field(default=-1)
 
     @property
@@ -89,18 +89,22 @@ class LoCon(Adapter):
         ndim = kernel_ndim or w.ndim
         if not -ndim <= axis < 0:
             raise value_error(f"axis: expected -{ndim} to -1, got {axis}")
+        if rank < 1:
+            raise value_error(f"rank: expected a positive integer, got {rank}")
         lead, kernel = w.shape[: w.ndim - ndim], list(w.shape[w.ndim - ndim :])
         outputs, kernel[axis] = kernel[axis], rank
         bound = (math.prod(kernel) // rank) ** -0.5
         a = drawing.uniform(key, (*lead, *kernel), w.dtype, bound)
         b = drawing.zeros((*lead, rank, outputs), w.dtype)
-        return cls(w, a, b, alpha, axis).completed()
+        return cls(w, a, b, alpha_or(alpha, rank, lead), axis)
 
     @property
     def scaled_b(self) -> jax.Array:
         """The factor `b` times the scale `alpha / rank`."""
         b = self.widened(self.b)
-        return self.scaled(b).astype(b.dtype)
+        if self.alpha is None:
+            return b
+        return b * (self.alpha / b.shape[-2])[..., None, None].astype(b.dtype)
 
     def delta(self) -> jax.Array:
         """The dense correction."""
@@ -110,6 +114,9 @@ class LoCon(Adapter):
         of_delta = [out if i == place else i for i in of_a]
         delta = jnp.einsum(self.widened(self.a), of_a, self.scaled_b, [*lead, rank, out], of_delta)
         return delta.astype(self.dtype)
+
+    def completed(self) -> Self:
+        return self.with_number("alpha", self.b.shape[-2], self.b.shape[:-2])
 
     def equivalent(self) -> Result:
         """A `LoRA` if the kernel does not have a window, else `NotImplemented`."""

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, number_field
+from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.typing import Array
 
 
@@ -33,7 +34,7 @@ class LoHa(Adapter):
     b1: Array
     a2: Array
     b2: Array
-    alpha: Array = number_field("a1", rank=-1)
+    alpha: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
     def create(cls, w: Array, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
@@ -41,11 +42,15 @@ class LoHa(Adapter):
         keys = jax.random.split(key, 3)
         a1 = 0.1 * jax.random.normal(keys[0], (*lead, n, rank), w.dtype)
         b1, b2 = (jax.random.normal(k, (*lead, rank, m), w.dtype) for k in keys[1:])
-        return cls(w, a1, b1, jnp.zeros_like(a1), b2, alpha).completed()
+        return cls(w, a1, b1, jnp.zeros_like(a1), b2, alpha_or(alpha, rank, tuple(lead)))
+
+    def completed(self) -> Self:
+        return self.with_number("alpha", self.a1.shape[-1], self.a1.shape[:-2])
 
     def equivalent(self) -> Array:
         r = self.a1.shape[-1]
-        a1 = self.scaled(self.a1).astype(self.dtype)
+        scale = 1.0 if self.alpha is None else jnp.expand_dims(self.alpha / r, (-2, -1))
+        a1 = (self.a1 * scale).astype(self.dtype)
         b1, a2, b2 = (x.astype(self.dtype) for x in (self.b1, self.a2, self.b2))
         if 2 * r * r < min(self.shape[-2:]):
             a = (a1[..., :, None] * a2[..., None, :]).reshape(*a1.shape[:-1], r * r)

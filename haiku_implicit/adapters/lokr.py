@@ -5,11 +5,13 @@ import math
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 
 from haiku_implicit.adapters.operators import Kronecker
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, number_field
+from haiku_implicit.arrays.adapter import Adapter, filled
 from haiku_implicit.arrays.drawing import uniform, zeros
+from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.typing import Array
 
 
@@ -26,7 +28,7 @@ class LoKr(Adapter):
 
     c: Array
     d: Array
-    scale: Array = number_field("c")
+    scale: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
     def create(
@@ -53,11 +55,17 @@ class LoKr(Adapter):
         if 2 * rank < min(s, t):
             d = (uniform(keys[0], (*lead, s, rank), w.dtype),
                  uniform(keys[1], (*lead, rank, t), w.dtype))  # fmt: skip
-        return cls(w, c, d, None if alpha is None else alpha / rank).completed()
+        return cls(w, c, d, filled(1.0 if alpha is None else alpha / rank, tuple(lead)))
+
+    def completed(self) -> Self:
+        c = self.c[0] if isinstance(self.c, tuple) else self.c
+        return self.with_number("scale", 1.0, c.shape[:-2])
 
     def equivalent(self) -> Array:
         c, d = (x[0] @ x[1] if isinstance(x, tuple) else x for x in (self.c, self.d))
-        return Sum(self.w, Kronecker(self.scaled(c).astype(self.dtype), d.astype(self.dtype)))
+        if self.scale is not None:
+            c = c * jnp.expand_dims(self.scale, (-2, -1))
+        return Sum(self.w, Kronecker(c.astype(self.dtype), d.astype(self.dtype)))
 
 
 def split_size(n: int, largest: int | None = None) -> tuple[int, int]:

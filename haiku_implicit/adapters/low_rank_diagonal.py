@@ -7,9 +7,10 @@ import jax
 
 from haiku_implicit.adapters.operators import Diagonal
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, number_field
+from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.drawing import uniform, zeros
 from haiku_implicit.arrays.lora import LoRA
+from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.typing import Array
 
 
@@ -32,14 +33,17 @@ class LowRankDiagonal(Adapter, method="low_rank_diagonal"):
     a: Array
     b: Array
     values: Array
-    alpha: Array = number_field("a", rank=-1)
+    alpha: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
     def create(cls, w: Array, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
         *lead, n, m = w.shape
         a, b = uniform(key, (*lead, n, rank), w.dtype), zeros((*lead, rank, m), w.dtype)
         values = zeros((*lead, min(n, m)), w.dtype)
-        return cls(w, a, b, values, alpha).completed()
+        return cls(w, a, b, values, alpha_or(alpha, rank, tuple(lead)))
+
+    def completed(self) -> Self:
+        return self.with_number("alpha", self.a.shape[-1], self.a.shape[:-2])
 
     def equivalent(self) -> Sum:
         n, m = self.shape[-2:]

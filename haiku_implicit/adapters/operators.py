@@ -176,7 +176,7 @@ class Kronecker(Operator, linear_in="a"):
         return out.reshape(x.shape[0], -1)
 
     def transposed(self) -> "Kronecker":
-        return self._replace(a=self.a.mT, b=self.b.mT)
+        return self._replace(a=jnp.matrix_transpose(self.a), b=jnp.matrix_transpose(self.b))
 
     def rows(self, ids: jax.Array) -> jax.Array:
         r = self.b.shape[-2]
@@ -217,7 +217,7 @@ class BlockDiagonal(Operator, linear_in="blocks"):
         return out.reshape(*out.shape[:3], -1, self.unit).swapaxes(2, 3).reshape(x.shape)
 
     def transposed(self) -> "BlockDiagonal":
-        return self._replace(blocks=self.blocks.mT)
+        return self._replace(blocks=jnp.matrix_transpose(self.blocks))
 
 
 @dataclasses.dataclass

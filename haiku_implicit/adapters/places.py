@@ -10,7 +10,7 @@ import numpy as np
 
 from haiku_implicit.adapters.operators import Operator, mapped
 from haiku_implicit.adapters.sums import Sum
-from haiku_implicit.arrays.adapter import Adapter, number_field
+from haiku_implicit.arrays.adapter import Adapter, filled
 from haiku_implicit.core.fields import FROZEN, aux_field
 from haiku_implicit.core.messages import value_error
 from haiku_implicit.core.typing import Array
@@ -198,7 +198,7 @@ class FourierFT(Corrected):
       scale: `[...]`; None for 1.
     """
 
-    scale: Array = number_field("values", core=1)
+    scale: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
     def create(
@@ -212,9 +212,13 @@ class FourierFT(Corrected):
         """
         row, column = _places(key, w.shape, coefficients, "coefficients")
         values = jnp.zeros(row.shape, w.dtype)
-        return cls(w, values, row, column, scale).completed()
+        return cls(w, values, row, column, filled(1.0 if scale is None else scale, w.shape[:-2]))
+
+    def completed(self) -> Self:
+        return self.with_number("scale", 1.0, self.values.shape[:-1])
 
     def equivalent(self) -> Sum:
         n, m = self.shape[-2:]
-        values = self.scaled(self.values).astype(self.dtype)
+        scale = 1 if self.scale is None else self.scale[..., None]
+        values = (self.values * scale).astype(self.dtype)
         return Sum(self.w, Fourier(values, self.row, self.column, (n, m)))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_implicit.adapters.vera import RandomMatrix
-from haiku_implicit.arrays.adapter import Adapter, number_field
+from haiku_implicit.arrays.adapter import Adapter, alpha_or
 from haiku_implicit.arrays.drawing import zeros
 from haiku_implicit.arrays.lora import LoRA
 from haiku_implicit.core.box import dense
@@ -38,7 +38,7 @@ class RandLoRA(Adapter):
     b: Array = dataclasses.field(metadata=FROZEN)
     rows: Array
     columns: Array
-    alpha: Array = number_field("rows", rank=-2)
+    alpha: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     @classmethod
     def create(cls, w: Array, key: jax.Array, *, rank: int, alpha: float | None = None) -> Self:
@@ -62,13 +62,17 @@ class RandLoRA(Adapter):
         )
         columns = jnp.full((*lead, k, small), 1 / max(k, small), w.dtype)
         rows = zeros((*lead, rank, k), w.dtype)
-        return cls(w, a, b, rows, columns, alpha).completed()
+        return cls(w, a, b, rows, columns, alpha_or(alpha, rank, lead))
+
+    def completed(self) -> Self:
+        return self.with_number("alpha", self.rows.shape[-2], self.lead)
 
     def equivalent(self) -> LoRA:
         r, k = self.rows.shape[-2:]
         n, m = self.shape[-2:]
+        scale = 1.0 if self.alpha is None else jnp.expand_dims(self.alpha / r, (-2, -1))
         a = dense(self.a)[..., :r, None, : min(n, m)]
-        a = self.scaled(self.rows)[..., :, :, None] * a * self.columns[..., None, :, :]
+        a = (self.rows * scale)[..., :, :, None] * a * self.columns[..., None, :, :]
         a = a.reshape(*self.lead, r * k, min(n, m)).astype(self.dtype)
         b = dense(self.b)[..., : max(n, m), : r * k].astype(self.dtype)
-        return LoRA(self.w, a.mT, b.mT) if n <= m else LoRA(self.w, b, a)
+        return LoRA(self.w, *map(jnp.matrix_transpose, (a, b))) if n <= m else LoRA(self.w, b, a)

@@ -84,8 +84,8 @@ class Rotated(WrappedWeight, core_ndim=2, linear_in="w"):
 def _back(rotation: Hadamard, x: jax.Array) -> jax.Array:
     """Multiplies the inverse of a rotation by `x`, `[..., n, m]`, in float32 or wider."""
     wide = rotation._replace(dtype=jnp.promote_types(x.dtype, jnp.float32))
-    columns = mapped(lambda r, x: r.times(x), x.ndim - 2)(wide, x.astype(wide.dtype).mT)
-    return columns.mT
+    x = jnp.asarray(x, wide.dtype)  # (NumPy 1 has no `mT`.)
+    return mapped(lambda r, x: r.times(x), x.ndim - 2)(wide, x.mT).mT
 
 
 @binary_handler("dot_general")

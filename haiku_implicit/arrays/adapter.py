@@ -1,8 +1,6 @@
 """`Adapter`: the base of weights made of a frozen weight and a few trained numbers."""
 
 import dataclasses
-import numbers
-from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 import jax
@@ -16,20 +14,6 @@ from haiku_implicit.core.messages import see, value_error
 from haiku_implicit.core.typing import Array, Params
 from haiku_implicit.core.wrapper import Wrapper
 from haiku_implicit.quantized.numbers.options import is_positive_integer
-
-_NUMBER = "haiku_implicit_number"
-
-
-def number_field(of: str, core: int = 2, rank: int | None = None) -> Any:
-    """A frozen field for the number that scales an adapter, an array of its batch axes; None is 1.
-
-    Args:
-      of: a field with these batch axes, and `core` axes after them.
-      core: how many these are.
-      rank: the axis of that field that is as long as the rank `r`, for a number that scales by
-        `alpha / r`; None if the number is the scale.
-    """
-    return dataclasses.field(default=None, metadata={**FROZEN, _NUMBER: (of, core, rank)})
 
 
 @dataclasses.dataclass
@@ -144,35 +128,18 @@ class Adapter(Wrapper, core_ndim=2):
         return x.astype(self.dtype)
 
     def completed(self) -> Self:
-        """The weight with an array for each number that is None, for its default, or a Python number.
+        """The weight with an array for each number that is None for its default.
 
-        Weights of one shape then have one structure, so exchanging one for another does not compile
-        anything.
+        `create` makes these arrays. Weights of one shape then have one structure, so exchanging one for
+        another does not compile anything.
         """
-        new = {}
-        for name, lead, unit in self._numbers():
-            number = getattr(self, name)
-            number = unit if number is None else number
-            if isinstance(number, numbers.Real) or np.ndim(number) < len(lead):
-                new[name] = jnp.full(lead, number, jnp.float32)
-        return self._replace(**new) if new else self
+        return self
 
-    def scaled(self, x: jax.Array) -> jax.Array:
-        """An array `[*batch axes, ...]` times the number that a `number_field` holds."""
-        for name, _, unit in self._numbers():
-            number = getattr(self, name)
-            if number is not None:
-                x = x * jnp.expand_dims(number / unit, range(number.ndim, x.ndim))
-        return x
-
-    def _numbers(self) -> Iterator[tuple[str, tuple[int, ...], int]]:
-        """The name, the batch axes and the default of each `number_field`."""
-        for field in dataclasses.fields(self):
-            if _NUMBER in field.metadata:
-                of, core, rank = field.metadata[_NUMBER]
-                x = getattr(self, of)
-                shape = np.shape(x[0] if isinstance(x, tuple) else x)
-                yield field.name, shape[:-core], 1 if rank is None else shape[rank]
+    def with_number(self, name: str, value: float, lead: tuple[int, ...]) -> Self:
+        """Fills a field that is None with an array of a number."""
+        if getattr(self, name) is not None:
+            return self
+        return self._replace(**{name: filled(value, lead)})
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -208,3 +175,13 @@ def method_named(name: str) -> type[Adapter] | None:
         names = " and ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in found)
         raise value_error(f"method: {name!r} is the name of {names}. Give the class")
     return found[-1] if found else None
+
+
+def filled(value: float, batch: tuple[int, ...]) -> jax.Array:
+    """The number of an option as an array with batch axes, float32."""
+    return jnp.full(batch, float(value), jnp.float32)
+
+
+def alpha_or(alpha: float | None, rank: int, batch: tuple[int, ...]) -> jax.Array:
+    """The option `alpha` as an array; by default a scale `alpha / rank` of 1."""
+    return filled(rank if alpha is None else alpha, batch)

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from haiku_implicit.arrays.adapter import Adapter, number_field
+from haiku_implicit.arrays.adapter import Adapter
 from haiku_implicit.arrays.lora_init import Initializer, LoRAInit, init_of
 from haiku_implicit.core.batch_axes import cut_fields
 from haiku_implicit.core.binary import BinaryCall, binary_handler, fits
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
+from haiku_implicit.core.fields import FROZEN
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.messages import expecting, see, type_error, value_error
 from haiku_implicit.core.sharding import padded_spec
@@ -72,7 +73,7 @@ class LoRA(Adapter, linear_in=("w", "a")):
 
     a: jax.Array
     b: jax.Array
-    factor: Array = number_field("a")
+    factor: Array = dataclasses.field(default=None, metadata=FROZEN)
 
     def __init__(
         self,
@@ -160,6 +161,10 @@ class LoRA(Adapter, linear_in=("w", "a")):
         """A correction without its base, from its factors and its scale `alpha / rank`."""
         factor = None if scale is None else jnp.asarray(scale, jnp.float32)
         return cls.without_base(a=a, b=b, factor=factor, **others)
+
+    def completed(self) -> Self:
+        """The weight with a `factor` of 1 if it has none, so that all weights have one structure."""
+        return self.with_number("factor", 1.0, np.shape(self.a)[:-2])
 
     @property
     def rank(self) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from haiku_implicit.core.messages import type_error
 from haiku_implicit.core.typing import DType, EqnParam, Primitive, Result
 
 # An optimizer that meets these zeros was not told which arrays are frozen.
-_WAY_OUT = "the gradient of a frozen array: hki.freeze_declared(optimizer) takes it, outermost"
+_WAY_OUT = "the gradient of a frozen array: hki.freeze_declared(optimizer) takes it"
 
 
 class _TellsTheWayOut(type(SymbolicConstant)):  # type: ignore[misc]
@@ -73,26 +72,6 @@ class Zeros(SymbolicConstant, metaclass=_TellsTheWayOut):
             return super().__jax_array__()
         except TypeError as error:
             raise type_error(f"{error} Zeros may be {_WAY_OUT}.") from None
-
-
-@dataclasses.dataclass(init=False, eq=False, repr=False)
-class FrozenZeros(Zeros):  # type: ignore[metaclass]
-    """The gradient and the update of a frozen array: `array + update` is the array, as optax adds.
-
-    One type for both, because some wrappers of optax return gradients as updates, or choose between a
-    gradient and an update by `jax.lax.cond`.
-    """
-
-    __repr__ = Zeros.__repr__
-    # JAX and numpy leave the sum to `__radd__` only if they can't convert this to an array.
-    __array_ufunc__ = None
-
-    @property
-    def __jax_array__(self) -> Any:
-        raise AttributeError("__jax_array__")
-
-    def __radd__(self, array: ArrayValue) -> ArrayValue:
-        return array
 
 
 def _zeros(out: jax.ShapeDtypeStruct) -> Zeros:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from haiku_implicit.core import compat
 from haiku_implicit.core.dispatch import as_primitives, primitive_handler
 from haiku_implicit.core.interpreter import default_handler
 from haiku_implicit.core.typing import Array, EqnParam, Primitive, Result
@@ -122,25 +123,34 @@ def binary_handler(
       [[-1.0, -2.0], [-1.0, -3.0]]
     """
 
-    resolved = as_primitives(primitives)
-
     def register(rule: Rule) -> Rule:
-        def x_first(
-            primitive: Primitive, x: Array, w: Array, *others: jax.Array, **params: EqnParam
-        ) -> Result:
-            return rule(BinaryCall(primitive, params, False, others), x, w)
+        def x_first(primitive: Primitive, x: Array, w: Array, **params: EqnParam) -> Result:
+            return rule(BinaryCall(primitive, params, False), x, w)
 
-        def w_first(
-            primitive: Primitive, w: Array, x: Array, *others: jax.Array, **params: EqnParam
+        def w_first(primitive: Primitive, w: Array, x: Array, **params: EqnParam) -> Result:
+            return rule(BinaryCall(primitive, params, True), x, w)
+
+        def x_first_in_groups(
+            primitive: Primitive, x: Array, w: Array, sizes: jax.Array, **params: EqnParam
         ) -> Result:
-            return rule(BinaryCall(primitive, params, True, others), x, w)
+            return rule(BinaryCall(primitive, params, False, (sizes,)), x, w)
+
+        def w_first_in_groups(
+            primitive: Primitive, w: Array, x: Array, sizes: jax.Array, **params: EqnParam
+        ) -> Result:
+            return rule(BinaryCall(primitive, params, True, (sizes,)), x, w)
 
         hints = typing.get_type_hints(rule)
         _, x, w = list(inspect.signature(rule).parameters)[:3]
-        for one_order in (x_first, w_first):
-            one_order.__annotations__ |= {"x": hints.get(x, Any), "w": hints.get(w, Any)}
-            one_order.__name__ = one_order.__qualname__ = rule.__name__
-            primitive_handler(resolved, precedence)(one_order)
+        pairs = (x_first, x_first_in_groups), (w_first, w_first_in_groups)
+        for of_two, in_groups in pairs:
+            for one_order, own in ((of_two, plain), (in_groups, ragged)):
+                one_order.__annotations__ |= {"x": hints.get(x, Any), "w": hints.get(w, Any)}
+                one_order.__name__ = one_order.__qualname__ = rule.__name__
+                primitive_handler(own, precedence)(one_order)
         return rule
 
+    resolved = as_primitives(primitives)
+    ragged = [p for p in resolved if p is compat.ragged_dot_general_p]
+    plain = [p for p in resolved if p not in ragged]
     return register

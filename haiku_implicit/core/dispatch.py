@@ -71,9 +71,7 @@ def primitive_handler(
     4. a primitive that carries a jaxpr is retraced (see `docs/architecture.md`);
     5. operands whose types define `ImplicitArray.equivalent` are replaced by their equivalents, and
        the search begins again;
-    6. of several implicit operands, one stays: the largest for which a rule takes it with the others
-       dense, which are materialized, visibly;
-    7. the implicit operands are materialized, visibly, and the primitive itself runs.
+    6. the implicit operands are materialized, visibly, and the primitive itself runs.
 
     Args:
       primitives: one primitive or several; a string is looked up once, as `jax.lax.<name>_p` or

@@ -104,9 +104,6 @@ def apply(primitive: Primitive, operands: Sequence[Array], params: EqnParams) ->
         out = _call_rule(_on_equivalents, primitive, list(operands), params)
         if out is not NotImplemented:
             return list(out) if primitive.multiple_results else [out]
-    out = _with_one_implicit(primitive, operands, params)
-    if out is not NotImplemented:
-        return list(out) if primitive.multiple_results else [out]
     dense = [densify(x, primitive.name) for x in operands]
     # A constant is the same on all devices of a `shard_map`; the other operands may vary.
     dense = [
@@ -114,39 +111,6 @@ def apply(primitive: Primitive, operands: Sequence[Array], params: EqnParams) ->
         for x, y in zip(operands, dense, strict=True)
     ]
     return bind(primitive, dense, params)
-
-
-def _with_one_implicit(
-    primitive: Primitive, operands: Sequence[Array], params: EqnParams
-) -> Result:
-    """Runs a rule for one implicit operand with the others dense: for the largest that has one."""
-    distinct = {id(x): x for x in operands if is_implicit(x)}
-    if len(distinct) < 2:
-        return NotImplemented
-    for left in sorted(distinct, key=lambda key: -events.describe("", distinct[key]).nbytes):
-        rules = dispatch.rules_for(
-            primitive, tuple(type(x) if id(x) == left else jax.Array for x in operands)
-        )
-        with events.recording() as log:  # to be told only if a rule takes the rest
-            mixed = _but_one_dense(primitive, operands, left) if rules else []
-        for rule, order in rules:
-            out = _call_rule(rule, primitive, [mixed[i] for i in order], params)
-            if out is not NotImplemented:
-                for event in log:
-                    events.emit(event)
-                return out
-    return NotImplemented
-
-
-def _but_one_dense(primitive: Primitive, operands: Sequence[Array], left: int) -> list[Array]:
-    """The operands, dense but for the one with the identity `left`, each array made dense once."""
-    varying = jax.tree.leaves(list(operands))
-    dense = {
-        id(x): compat.vary_like(densify(x, primitive.name), varying)
-        for x in {id(x): x for x in operands}.values()
-        if is_implicit(x) and id(x) != left
-    }
-    return [dense.get(id(x), x) for x in operands]
 
 
 def default_handler(primitive: Primitive, *args: Array, **params: EqnParam) -> Result:

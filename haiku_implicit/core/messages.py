@@ -23,7 +23,7 @@ LIBRARIES = (
 )
 
 _PREFIX = re.compile(r"\[Chex\] Assertion (\w+) failed:")
-_LINK = re.compile(r"\s*(\(docs/errors\.md#[\w-]+\))")
+_LINK = re.compile(r" ?(\(docs/errors\.md#[\w-]+\))")
 # The section of docs/errors.md that lists the messages of a module without a section of their own.
 _SECTIONS = {
     "core.serialization": "files",

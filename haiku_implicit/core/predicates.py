@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Union
 
-from haiku_implicit.core.messages import see, type_error
+from haiku_implicit.core.messages import see, shown, type_error
 from haiku_implicit.core.typing import Array
 
 # A function of a module's name, a parameter's name and the parameter, like Haiku's own predicates.
@@ -143,9 +143,10 @@ def no_match(
     if not isinstance(targets, str | re.Pattern):
         of_value = "the predicate is true of" if callable(targets) else f"{targets!r} chooses"
         what = f"{count} is {wanted}" if targets is None else f"{of_value} {count}"
-        shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "") or "no arrays"
         page = page if targets is None else "nothing-matches"
-        return ValueError(f"{argument}: {what}. There are: {shown} {see(page)}")
+        return ValueError(
+            f"{argument}: {what}. There are: {shown(list(paths)) or 'no arrays'} {see(page)}"
+        )
     pattern = targets if isinstance(targets, str) else targets.pattern
     what = f"{pattern!r} matches {count} (the whole of 'module/name' has to match)"
     if pattern in paths:
@@ -153,7 +154,10 @@ def no_match(
             f"{argument}: {what}. It is a parameter's name: give re.escape of it"
             f" {see('nothing-matches')}"
         )
-    nearest = difflib.get_close_matches(pattern, paths, n=5, cutoff=0.0)
-    return ValueError(
-        f"{argument}: {what}. Nearest: {', '.join(nearest or paths)} {see('nothing-matches')}"
-    )
+    if parts := [path for path in paths if re.search(targets, path)]:
+        whole = f".*({pattern}).*" if "|" in pattern else f".*{pattern}.*"
+        hint = f"It matches a part of {shown(parts)}: {whole!r} matches the whole"
+    else:
+        nearest = difflib.get_close_matches(pattern, paths, n=5, cutoff=0.0)
+        hint = f"Nearest: {', '.join(nearest or paths)}"
+    return ValueError(f"{argument}: {what}. {hint} {see('nothing-matches')}")

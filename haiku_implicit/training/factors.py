@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from haiku_implicit.training.optimizers import freeze_subtrees
 
 # By the name of a trained array as a parameter of its own, which `freeze` gives it, too.
 _OF_PLUS = re.compile(r".*(lora|dora|locon|lowrankdiagonal)_b|.*_dora_magnitude")
-_OF_LORA = re.compile(r".*_(rest)?lora_(a|b|factor|w.*)")
+_OF_LORA = re.compile(r"(.*_(?:rest)?)lora_(a|b|factor|w.*)")
 
 
 def scale_by_lora_plus(ratio: float = 16.0) -> optax.GradientTransformation:
@@ -48,8 +50,7 @@ def scale_by_lora_plus(ratio: float = 16.0) -> optax.GradientTransformation:
       >>> print(updates['w'].a[0].round(4), updates['w'].b[0, :1].round(4))
       [-0.001] [-0.016]
     """
-    if not ratio > 0:
-        raise value_error(f"ratio: expected a positive number, got {ratio!r}")
+    _check_positive("ratio", ratio)
 
     def init(params: Params) -> optax.EmptyState:
         if not any(_OF_PLUS.fullmatch(slot.keys[-1]) for slot in slots_of(params) if slot.keys):
@@ -61,6 +62,11 @@ def scale_by_lora_plus(ratio: float = 16.0) -> optax.GradientTransformation:
         return treedef_of(updates).unflatten(new), state
 
     return optax.GradientTransformation(init, update)
+
+
+def _check_positive(name: str, number: Any) -> None:
+    if not (isinstance(number, numbers.Real) and 0 < float(number) < math.inf):
+        raise value_error(f"{name}: expected a positive number, got {number!r}")
 
 
 def _times(ratio: float, slot: Slot) -> Array:
@@ -84,7 +90,8 @@ def lora_fa(
     gradient of `a` is computed, and no inputs are kept for it.
 
     Args:
-      optimizer: any optax optimizer. It sees the gradient of `b` that is corrected.
+      optimizer: any optax optimizer. It sees the gradient of `b` that is corrected. Wrappers that keep
+        gradients belong inside, such as `optax.MultiSteps(...).gradient_transformation()`.
       scale: the scale of all corrections, `alpha / rank`, for parameters without it: the trained half
         of `partition`, and the parameters of `freeze`.
       trainable_dense: which dense arrays are trained, as in `partition`.
@@ -93,8 +100,8 @@ def lora_fa(
       An optimizer of all parameters, as `freeze_declared` makes it. Its `update` needs the parameters.
 
     Raises:
-      ValueError: by `init`, if there is no LoRA; by `update`, if it gets no parameters, or these have
-        no scales and `scale` is None; and as `freeze_declared`.
+      ValueError: if the scale is not positive; by `init`, if there is no LoRA; by `update`, if it gets no
+        parameters, or these have no scales and `scale` is None; and as `freeze_declared`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
@@ -106,6 +113,9 @@ def lora_fa(
       >>> updates['w'].a, float(grads['w'].b[0, 0]), float(updates['w'].b[0, 0])
       (Zeros(float32[9,1]), 18.0, -0.5)
     """
+
+    if scale is not None:
+        _check_positive("scale", scale)
 
     def labels(tree: Tree) -> Tree:
         fixed = [_field(slot) == "a" for slot in slots_of(tree)]
@@ -141,7 +151,8 @@ def _field(slot: Slot) -> str:
 
 def _weight(slot: Slot) -> tuple[str, ...]:
     """The module and the name of the LoRA that a slot is in."""
-    return (*slot.keys[:-1], slot.keys[-1].rsplit("lora_", 1)[0])
+    found = _OF_LORA.fullmatch(slot.keys[-1])
+    return (*slot.keys[:-1], found[1] if found else "")
 
 
 def _neighbors(slots: Sequence[Slot]) -> dict[tuple[str, ...], dict[str, Array]]:
@@ -166,7 +177,8 @@ def _corrected(grad: Array, slot: Slot, fields: dict[str, Array], scale: float |
     a = fields["a"].astype(jnp.promote_types(fields["a"].dtype, jnp.float32))
     size = jnp.square(1 if own is None else jnp.asarray(own))[..., None, None]
     inverse = jnp.linalg.pinv(a.mT @ a.conj(), hermitian=True)
-    return (inverse @ grad.astype(a.dtype) / size).astype(grad.dtype)
+    new = inverse @ grad.astype(a.dtype) / jnp.where(size == 0, 1, size)  # (of zero is zero)
+    return new.astype(grad.dtype)
 
 
 def _no_factor(name: str, field: str) -> ValueError:

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from haiku_implicit.arrays.matrix_view import MatrixView
-from haiku_implicit.arrays.zeros import FrozenZeros, Zeros
+from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core import containers
 from haiku_implicit.core.array import (
     ImplicitArray,
@@ -167,7 +167,7 @@ def zeros_like(x: Array) -> Array:
     dtype = jnp.result_type(x)
     if dtype == jax.dtypes.float0 or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return None
-    return FrozenZeros(shape=np.shape(x), dtype=dtype)
+    return Zeros(shape=np.shape(x), dtype=dtype)
 
 
 # --- trainable slots -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from haiku_implicit.arrays.zeros import Zeros
 from haiku_implicit.core.array import ImplicitArray, data_names
 from haiku_implicit.core.containers import opened
 from haiku_implicit.core.messages import see, type_error, value_error
@@ -35,10 +37,9 @@ def freeze_declared(
 
     Args:
       optimizer: any optax optimizer. It sees `optax.MaskedNode`, a node without leaves, instead of
-        frozen arrays. So its state omits them, and so do decay, clipping and norms. Wrappers that keep
-        gradients belong inside, such as `optax.MultiSteps(...).gradient_transformation()`, and so do
-        masks and labels of each array; wrappers that choose, such as `optax.apply_if_finite(...)`,
-        may be around it, too.
+        frozen arrays. So its state omits them, and so do decay, clipping and norms. Wrappers that
+        compare or keep gradients belong inside, such as `optax.apply_if_finite(...)` and
+        `optax.MultiSteps(...).gradient_transformation()`.
       trainable_dense: which dense arrays are trained, as in `partition`. Pass the same value to
         `value_and_grad`.
 
@@ -204,15 +205,36 @@ def _frozen(
         own = None if params is None else mask.of(params, "params")
         with naming_lost_types(state):
             new, state = _updated(inner, mask.of(updates, "updates"), state, own, extra)
-        return mask.filled(new, "updates", list(map(zeros_like, mask.values))), state
+        return mask.filled(new, "updates", list(map(_no_update, mask.values))), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+@dataclasses.dataclass(init=False, eq=False, repr=False)
+class _NoUpdate(Zeros):  # type: ignore[metaclass]
+    """The update of a frozen array: `array + update` is the array, as `optax.apply_updates` adds."""
+
+    __repr__ = Zeros.__repr__
+    # JAX and numpy leave the sum to `__radd__` only if they can't convert this to an array.
+    __array_ufunc__ = None
+
+    @property
+    def __jax_array__(self) -> Any:
+        raise AttributeError("__jax_array__")
+
+    def __radd__(self, array: Array) -> Array:
+        return array
 
 
 def _is_group(tree: Tree) -> bool:
     """Whether parameters are left out of a tree, as optax does."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     return any(isinstance(x, optax.MaskedNode) for x in leaves)
+
+
+def _no_update(x: Array) -> Array:
+    zeros = zeros_like(x)
+    return _NoUpdate(shape=zeros.shape, dtype=zeros.dtype) if isinstance(zeros, Zeros) else zeros
 
 
 def _updated(

@@ -22,7 +22,7 @@ from haiku_implicit.params.trees.one_by_one import is_one_of_many
 _ELEMENTWISE = re.compile(r"(?!w_b$)(?:.*_)?(?:b|(?:bias|biases|offset|scale)(?:_\d+)?)")
 # Names of learned tables of positions: these are added to activations, not multiplied.
 _POSITIONS = re.compile(
-    r"pos|positions?|wpe|(?:.*_)?pos(?:ition(?:s|al)?)?_?(?:emb|enc(?!oder))[a-z]*"
+    r"pos|positions?|wpe|(?:.*_)?pos(?:ition(?:s|al)?)?_?(?:emb|enc(?!oder)|table)[a-z]*"
 )
 # Suffixes that a getter of LoRA adds to a weight's name for its factors.
 LORA_SUFFIXES = ("_lora_a", "_lora_b")

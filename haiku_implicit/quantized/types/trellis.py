@@ -171,7 +171,9 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
         """
         if np.shape(w) != self.shape:
             raise value_error(f"w: expected shape {list(self.shape)}, got {list(np.shape(w))}")
-        new = self.encode(w if self.axis == -1 else w.mT, self.bits, dtype=self.dtype)
+        new = self.encode(
+            w if self.axis == -1 else jnp.matrix_transpose(w), self.bits, dtype=self.dtype
+        )
         return new._replace(axis=self.axis, shape=None)
 
     def new_scales(self, w: Array, scale: Array, axis: int) -> Array:
