@@ -137,7 +137,17 @@ def test_an_exclude_that_leaves_nothing_says_so():
         hki.add_lora(weights(), 0, rank=2, exclude=".*")
 
 
-@pytest.mark.parametrize("count, shown", [(5, "m/0, m/1, m/2, m/3, m/4 "), (6, "m/3, m/4, ... ")])
+def test_a_pattern_of_a_part_is_told_the_whole():
+    for pattern, whole in (("ad/w", ".*ad/w.*"), ("x|ad/w", ".*(x|ad/w).*")):
+        text = re.escape(f"It matches a part of head/w: {whole!r} matches the whole")
+        with pytest.raises(ValueError, match=text):
+            hki.add_lora(weights(), 0, rank=2, targets=pattern)
+        hki.add_lora(weights(), 0, rank=2, targets=whole)
+
+
+@pytest.mark.parametrize(
+    "count, shown", [(5, "m/0, m/1, m/2, m/3, m/4 "), (6, "m/3, m/4 and 1 more ")]
+)
 def test_where_a_predicate_chooses_nothing_the_first_parameters_are_named(count, shown):
     params = {"m": {str(i): jnp.ones((2, 2)) for i in range(count)}}
     with pytest.raises(
@@ -156,7 +166,7 @@ def test_inputs_of_weights_that_are_not_excluded():
 POSITIONS = (
     "pos position positions pos_emb pos_embs pos_embed pos_embedder pos_embedding pos_embeddings "
     "posembed posembedding position_embedding position_embeddings positional_embedding "
-    "positional_embeddings positional_encoding pos_enc learned_pos_emb abs_pos_embed wpe"
+    "positional_embeddings positional_encoding pos_enc learned_pos_emb abs_pos_embed wpe position_table"
 ).split()
 
 

@@ -100,8 +100,8 @@ def lora_fa(
       An optimizer of all parameters, as `freeze_declared` makes it. Its `update` needs the parameters.
 
     Raises:
-      ValueError: if the scale is not positive; by `init`, if there is no LoRA; by `update`, if it gets no
-        parameters, or these have no scales and `scale` is None; and as `freeze_declared`.
+      ValueError: if the scale is not positive; by `init`, if there is no LoRA; by `update`, if it gets
+        no parameters, or these have no scales and `scale` is None; and as `freeze_declared`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, haiku_implicit as hki
