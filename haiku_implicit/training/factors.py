@@ -113,7 +113,6 @@ def lora_fa(
       >>> updates['w'].a, float(grads['w'].b[0, 0]), float(updates['w'].b[0, 0])
       (Zeros(float32[9,1]), 18.0, -0.5)
     """
-
     if scale is not None:
         _check_positive("scale", scale)
 
@@ -174,7 +173,7 @@ def _corrected(grad: Array, slot: Slot, fields: dict[str, Array], scale: float |
             f"{slot.name}: the parameters do not hold the scale alpha / rank of this factor. Give "
             "lora_fa the number as scale=, or its update the whole parameters"
         )
-    a = fields["a"].astype(jnp.promote_types(fields["a"].dtype, jnp.float32))
+    a = jnp.asarray(fields["a"], jnp.promote_types(fields["a"].dtype, jnp.float32))
     size = jnp.square(1 if own is None else jnp.asarray(own))[..., None, None]
     inverse = jnp.linalg.pinv(a.mT @ a.conj(), hermitian=True)
     new = inverse @ grad.astype(a.dtype) / jnp.where(size == 0, 1, size)  # (of zero is zero)
