@@ -303,7 +303,7 @@ q = MAKE["int4"](small)
 with set_mesh(mesh):
     compiled = jax.jit(use(whole)).lower(q, x).compile()
     close(compiled(q, x), x @ hki.materialize(q))
-assert calls(compiled.as_text()) == bool(build.available()), calls(compiled.as_text())
+assert calls(compiled.as_text()) == NATIVE, calls(compiled.as_text())
 """
 
 
