@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -198,17 +198,16 @@ def trace_of(x: Any) -> Any:
     return getattr(x, "_trace", None)
 
 
-def _trace_state() -> Any:
-    state = getattr(jax.extend.core, "get_opaque_trace_state", None)
-    return None if state is None else state()
-
-
+# Tells one state of tracing from another; before JAX 0.10 in `jax.core`.
+_trace_state: Callable[[], Any] = (
+    getattr(jax.extend.core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
+)
 _NOT_TRACED = _trace_state()
 
 
 def is_traced() -> bool:
-    """Whether a function is being traced; True if this JAX cannot tell."""
-    return _NOT_TRACED is None or _trace_state() != _NOT_TRACED
+    """Whether a function is being traced."""
+    return _trace_state() != _NOT_TRACED
 
 
 def manual_axes(params: EqnParams) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 import codecs
 import collections
+import importlib
 import io
 import pickle
 import pickletools
@@ -126,8 +127,9 @@ def _argument(draw: Any, depth: int = 0) -> Any:
 def _call(draw: Any, depth: int = 0) -> Any:
     """A call of what the unpickler knows, with arguments of any kind."""
     argument = lambda: _argument(draw, depth)  # noqa: E731
-    functions = [np._core.multiarray._reconstruct, np._core.numeric._frombuffer, np.dtype]
-    functions += [np._core.multiarray.scalar, collections.OrderedDict, codecs.encode]
+    core = importlib.import_module("numpy.core" if np.__version__ < "2" else "numpy._core")
+    functions = [core.multiarray._reconstruct, core.numeric._frombuffer, np.dtype]
+    functions += [core.multiarray.scalar, collections.OrderedDict, codecs.encode]
     functions += [type(hk.data_structures.to_immutable_dict({}))]
     function, args, *state = draw.choice(
         (

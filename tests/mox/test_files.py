@@ -468,7 +468,9 @@ def test_modules_of_haiku(module, tmp_path):
     # Equal programs give equal bits, so that one of each pair is enough to run, and init none.
     inits = (jax.make_jaxpr(to_transformed(y).init)(RNG, x) for y in (mox, new))
     first, again = (str(pruned(closed).jaxpr) for closed in inits)
-    assert first == again
+    # JAX 0.7 shows a number of float32 as the model gave it, here with the digits of a float64.
+    short = lambda text: re.sub(r"\d\.\d{9,}", lambda found: str(np.float32(found[0])), text)  # noqa: E731
+    assert short(first) == short(again)
     evaluate_to_the_same(fun, [new], arguments)
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import haiku_implicit as hki
-from haiku_implicit.core import compat
 from haiku_implicit.quantized.numbers import pieces
 from tests.tiers import few
 
@@ -18,10 +17,6 @@ FORMATS = {
     "mxfp8": {},
     "int4": dict(axis=-1),  # a row of 37 codes is filled up to whole bytes
 }
-
-
-# Older JAX does not say whether it is tracing: there, each weight is quantized whole.
-CAN_TELL = not compat.is_traced()
 
 
 def weight(*shape):
@@ -41,7 +36,7 @@ def test_bits_are_those_of_the_whole(dtype, monkeypatch):
     )
     for w in (weight(32, 37).astype(jnp.bfloat16), weight(2, 3, 32, 37)):
         got = hki.QuantizedMatrix.quantize(w, dtype, **FORMATS[dtype])
-        assert (len(calls) > 1) == CAN_TELL
+        assert len(calls) > 1
         calls.clear()
         want = jax.jit(lambda w: hki.QuantizedMatrix.quantize(w, dtype, **FORMATS[dtype]))(w)
         assert not calls
@@ -67,13 +62,13 @@ def test_new_shapes_compile_nothing():
     on[0] = True
     new = hki.quantize_params(params, **options)
     on[0] = False
-    assert (not names) == CAN_TELL
+    assert not names
     names.clear()
     assert new["m1"]["w"].shape == (3, 96, 7)
     on[0] = True
     hki.quantize_params(params, **options | {"group_size": 12})  # the listener hears a program
     on[0] = False
-    assert (len(names) == 1) == CAN_TELL and names
+    assert len(names) == 1
 
 
 @pytest.mark.parametrize("at", [(0, 0), (63, 36)])
@@ -124,4 +119,4 @@ def test_rounding_by_inputs(options, monkeypatch):
     assert errors[0] < 0.9 * float(jnp.linalg.norm(x @ (plain - w)))
     # Sums for more rows may be taken in another order. So scales differ in their last bits, and of two
     # candidates with equal errors the other one may win, in 1 or 2 of the 26 rows.
-    assert np.isclose(got, want, rtol=1e-6, atol=0).mean() > 0.9
+    assert np.isclose(got, want, rtol=4e-6, atol=0).mean() > 0.9

@@ -25,7 +25,7 @@ def test_no_object_is_left(way, traces, monkeypatch):
 
     def left():
         retraces.step()
-        if way == "shapes":
+        if way == "shapes" or jax.__version_info__ < (0, 8):  # JAX 0.7.0 keeps dense functions, too
             jax.clear_caches()
         return count.alive()
 

@@ -325,7 +325,7 @@ class _BodyReader:
             invars = [y if isinstance(y, Literal) else known[y] for y in eqn.invars]
             known |= zip(eqn.outvars, self.add(eqn, invars, scope=scope), strict=True)
         self.effects |= jaxpr.effects
-        return [y if isinstance(y, Literal) else known[y] for y in jaxpr.outvars]
+        return [_number(y) if isinstance(y, Literal) else known[y] for y in jaxpr.outvars]
 
     def add(
         self, eqn: JaxprEqn, invars: list[Any], avals: Any = None, scope: str = "", **new: Any
@@ -439,6 +439,11 @@ def _literal(x: Json) -> Array:
     exact = value != value or array.item() == value
     require(struct.shape == () and exact, f"{value} is not a number of the dtype {struct.dtype}")
     return array
+
+
+def _number(x: Literal) -> Array:
+    """The number that a literal stands for, as `_literal` returns it."""
+    return x.val if x.aval.weak_type else np.asarray(x.val, x.aval.dtype)
 
 
 def _seen(x: Json, name: str) -> tuple[Any, ...]:

@@ -82,6 +82,8 @@ class Writer:
 
     def array(self, x: Any) -> int:
         """The place of an array in the table. Arrays with the same bits have one place."""
+        if isinstance(x, np.ndarray):  # a constant as the model made it, before JAX 0.9
+            x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
         written = values.array_to_json(x)
         place = self._places.setdefault(("array", _digest(written)), len(self.arrays))
         self.arrays += [written] if place == len(self.arrays) else []
