@@ -46,7 +46,7 @@ flags.set_default(fine_tuning.ADAPTER, "alphafold3_adapter.safetensors")
 STRUCTURES = 4
 TARGET_FEATURES = 447
 SIGMA_DATA = 16.0  # of the model's own module, too
-# Of gradients in float32: another order of sums changes them by up to 0.03, as random layers amplify it.
+# Of gradients in float32: another order of sums changes them by up to 0.03: random layers amplify it.
 RTOL = 4e-2
 Params = Mapping[str, Mapping[str, Any]]
 

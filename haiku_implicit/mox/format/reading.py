@@ -443,7 +443,8 @@ def _literal(x: Json) -> Array:
 
 def _number(x: Literal) -> Array:
     """The number that a literal stands for, as `_literal` returns it."""
-    return x.val if x.aval.weak_type else np.asarray(x.val, x.aval.dtype)
+    struct: Any = x.aval
+    return x.val if struct.weak_type else np.asarray(x.val, struct.dtype)
 
 
 def _seen(x: Json, name: str) -> tuple[Any, ...]:
