@@ -190,7 +190,7 @@ def test_kernels(bits, activation):
     """Products with few rows, and decoded numbers for many, beside the definition."""
     assert build.available()
     rng = np.random.default_rng(bits)
-    shapes = (5, 4, 1), (17, 96, 3), (33, 576, 14), (70, 768, 1), (64, 512, 2)
+    shapes = (5, 4, 1), (17, 96, 3), (33, 576, 14), (70, 768, 1), (64, 512, 2), (9, 32, 40)
     for rows, length, m in shapes:
         count, steps = trellis.sequences(length)
         words = rng.integers(0, 2**16, (2, rows, count * steps * bits // 16), np.uint16)

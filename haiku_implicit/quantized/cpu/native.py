@@ -33,8 +33,8 @@ _INT8 = ("int8", "int8,groups")
 _LARGEST_GROUP = 1 << 16
 # For more rows than this, smaller groups than this are multiplied by tiles, or as floats.
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
-# For more rows than this, trellis codes are decoded in blocks, which XLA multiplies.
-_FEW_OF_TRELLIS = 32
+# For more rows than this, trellis codes are decoded in blocks, which XLA multiplies; first floats, then int8.
+_FEW_OF_TRELLIS = 32, 64
 
 
 def applies(x: Array, q: Array) -> bool:
@@ -46,7 +46,7 @@ def applies(x: Array, q: Array) -> bool:
       x, q: as for `may_be_served`.
     """
     if not isinstance(q, QuantizedMatrix):
-        return x.shape[-2] <= _FEW_OF_TRELLIS and build.available()
+        return x.shape[-2] <= _FEW_OF_TRELLIS[q.activation in _INT8] and build.available()
     return len(formats.find(q.format).planes) <= 2 and build.available()
 
 

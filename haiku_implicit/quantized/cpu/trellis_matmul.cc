@@ -375,22 +375,14 @@ void along_rows(const Matrix& w, const Pairs<D>& x, int m, int64_t first, int64_
     const int64_t count = std::min<int64_t>(kRowsTogether, w.rows - r), pairs = (count + 3) / 4 * 2;
     for (int64_t c = first; c < last; ++c) {
       copy_pairs<bits>(w, r, count, c, words);
-      const bool ahead = c + 1 < last;
-      const int64_t next_row = ahead ? r : r + kRowsTogether, next_chunk = ahead ? c + 1 : first;
-      const auto prefetch_part = [&](int step) {
-        for (int i = 0; i < kRowsTogether / kSteps && next_chunk % 2 == 0; ++i)  // lines come in pairs
-          prefetch(w, next_row + step * (kRowsTogether / kSteps) + i, next_chunk);
-      };
       float* const of_chunk = y + (c - first) * size;
       if (x.count == D) {
         repeat<kSteps>([&](auto step) HKI_INLINED {
-          prefetch_part(step);
           if constexpr (first_together(bits, step) == step) add_pairs_of_row<bits, D, step>(words, pairs, x, r, of_chunk);
         });
         continue;
       }
       for (int step = 0; step < kSteps; ++step) {
-        prefetch_part(step);
         at_step<bits, D>(step, [&](const auto& of) {
           for (int64_t i = 0; i < 2 * pairs; ++i) decoded[i] = of(words + i * (bits + 1));
         });
