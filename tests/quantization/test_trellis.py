@@ -501,6 +501,10 @@ for kind in (AxisType.Explicit, AxisType.Auto):
         for spec in (P("m", None), P(None, "m")):
             got = product(hki.place(params, spec, mesh)["l"]["w"], x)
             assert jnp.abs(got - wanted).max() < 1e-4, (kind, bits, spec)
+            rounded = hki.quantize_activations(params)
+            wanted8 = product(rounded["l"]["w"], x)
+            got = product(hki.place(rounded, spec, mesh)["l"]["w"], x)
+            assert 1e-3 < jnp.abs(wanted8 - wanted).max() and jnp.abs(got - wanted8).max() < 1e-4, (kind, bits, spec)
 print("right")
 """
 

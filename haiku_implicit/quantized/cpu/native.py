@@ -33,7 +33,7 @@ _INT8 = ("int8", "int8,groups")
 _LARGEST_GROUP = 1 << 16
 # For more rows than this, smaller groups than this are multiplied by tiles, or as floats.
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
-# For more rows than this, of floats and of int8, trellis codes are decoded in blocks, which XLA multiplies.
+# For more rows than this, floats and int8, trellis codes are decoded in blocks, which XLA multiplies.
 _FEW_OF_TRELLIS = 32, 64
 
 

@@ -24,7 +24,7 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.messages import expecting, value_error
-from haiku_implicit.core.sharding import result_sharding
+from haiku_implicit.core.sharding import left_to_partitioner, result_sharding
 from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, Primitive, Result
 from haiku_implicit.quantized.cpu import build, native
 from haiku_implicit.quantized.numbers import gptq, scales
@@ -491,13 +491,13 @@ def _forward(branches: jax.Array, first: jax.Array, bits: int) -> tuple[jax.Arra
 
 
 @binary_handler("dot_general")
-def dot_with_trellis(call: BinaryCall, x: jax.Array, w: TrellisMatrix) -> Result:
+def dot_with_trellis(call: BinaryCall, x: jax.Array, w: TrellisMatrix) -> jax.Array:
     """Multiplies with codes that are decoded on the way; leaves explicit axes of a mesh to XLA."""
-    if result_sharding(call.primitive, call.ordered(x, w), call.params) is not None:
-        return NotImplemented
+    sharding = result_sharding(call.primitive, call.ordered(x, w), call.params)
     if call.params.get("out_sharding") is not None:  # derivatives have one that splits nothing
         call = dataclasses.replace(call, params=call.params | dict(out_sharding=None))
-    return quantized_dot(call, x, w)
+    run = functools.partial(quantized_dot, call)
+    return run(x, w) if sharding is None else left_to_partitioner(run, sharding)(x, w)
 
 
 @binary_handler(["conv_general_dilated", "ragged_dot_general"])
