@@ -24,6 +24,7 @@ from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
 from haiku_implicit.quantized.products.activation_stats import QuantStats
 from haiku_implicit.quantized.products.rules import QuantRule
 from haiku_implicit.quantized.types.static_quantized import StaticQuantized
+from haiku_implicit.quantized.types.trellis import TrellisMatrix
 
 
 def quantize_params(
@@ -61,7 +62,8 @@ def quantize_params(
         `scale_dtype` (how scales are stored, None), `activation` (the format of activations in
         products; None: dense). `rotate` (False): whether the inputs are rotated before the weight is
         quantized, against outliers. The dtypes 'trellis2', 'trellis3' and 'trellis4' are rotated
-        `TrellisMatrix`, without other options; 2 bits need inputs (`quantize_with_inputs`).
+        `TrellisMatrix`, without other options but `activation`; 2 bits need inputs
+        (`quantize_with_inputs`).
 
     Returns:
       The tree with the targets replaced by `QuantizedMatrix` (rotated: in `adapters.Rotated`), and
@@ -126,12 +128,12 @@ def quantize_activations(
     with floating-point activations, and rounds more.
 
     Args:
-      params: parameters with `QuantizedMatrix` in them, in any nesting of mappings.
+      params: parameters with `QuantizedMatrix` or `TrellisMatrix` in them, in any nesting of mappings.
       dtype: the format of activations, such as 'int8' (a scale for each row) or 'int8,groups' (a
         scale for each part of a row that is multiplied with a group of the weight); None: not
         rounded.
       targets: the weights to change, as for `add_lora`. None: all quantized weights, including those
-        under adapters, but no trellis codes: their products do not round activations.
+        under adapters.
       exclude, missing_ok: as for `add_lora`.
 
     Returns:
@@ -153,10 +155,10 @@ def quantize_activations(
         for kind, part in _HOLDERS.items():
             if isinstance(value, kind):
                 return value._replace(**{part: with_activation(path, getattr(value, part))})
-        if not isinstance(value, QuantizedMatrix):
+        if not isinstance(value, QuantizedMatrix | TrellisMatrix):
             raise value_error(
-                f"{path}: expected a QuantizedMatrix, got {describe(value)}; quantize_params makes one "
-                "of a dense weight, and trellis codes multiply activations that are not rounded"
+                f"{path}: expected a QuantizedMatrix or a TrellisMatrix, got {describe(value)}; "
+                "quantize_params makes one of a dense weight"
             )
         return value.with_activation(dtype)
 
@@ -179,7 +181,7 @@ def _is_stored(module_name: str, name: str, value: Array) -> bool:
     for kind, part in _HOLDERS.items():
         if isinstance(value, kind):
             return _is_stored(module_name, name, getattr(value, part))
-    return isinstance(value, QuantizedMatrix)
+    return isinstance(value, QuantizedMatrix | TrellisMatrix)
 
 
 def zero_params(

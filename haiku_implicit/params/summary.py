@@ -179,12 +179,10 @@ def _kind(value: Array) -> str:
     """The type of an array and of the arrays in it, as in 'LoRA of QuantizedMatrix'."""
     if not is_implicit(value):
         return "dense"
-    if isinstance(value, QuantizedMatrix):
+    if isinstance(value, QuantizedMatrix | TrellisMatrix):
         groups = f"/{value.group_size}" if value.num_groups > 1 else ""
         activation = f" × {value.activation}" if value.activation else ""
         return f"{type(value).__name__} {value.format}{groups}{activation}"
-    if isinstance(value, TrellisMatrix):
-        return f"{type(value).__name__} {value.format}"
     inner = next(iter(flatten_one_level(value)[0]), None)
     of = f" of {_kind(inner)}" if is_implicit(inner) else ""
     return type(value).__name__ + of

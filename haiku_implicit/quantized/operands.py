@@ -100,8 +100,10 @@ def quantize(
     return QuantizedOperand(_codes(relative, fmt), scale, zero_point, inside)
 
 
-def stored_operand(q: QuantizedMatrix) -> QuantizedOperand:
+def stored_operand(q: Array) -> QuantizedOperand:
     """Unpacks a stored matrix as an operand: as codes if these are numbers that need only a scale."""
+    if not isinstance(q, QuantizedMatrix):  # trellis codes
+        return QuantizedOperand(q.materialize(), None)
     fmt = formats.find(q.format)
     whole = fmt.is_integer and fmt.bias == int(fmt.bias) and fmt.largest < 128  # (int8)
     plain = q.offset is None and q.rounded_to is None and not is_implicit(q.scale)

@@ -288,7 +288,8 @@ void check_trellis(int64_t bits, int64_t rows, int64_t count, int64_t steps, int
   }
   const Format format = {"trellis codes", {(int)bits, 0}, 0, 0, {}};
   const Matrix named(format, rows, length, steps, false, false, random);
-  const auto call = [&](auto* kernel, std::vector<float>* x, bool along_rows, std::vector<float>& y, int64_t out) {
+  bool along_rows = false, in_bytes = false;
+  const auto call = [&](auto* kernel, std::vector<float>* x, std::vector<float>& y, int64_t out) {
     Frame frame;
     if (x) frame.buffer(XLA_FFI_DataType_F32, x->data(), {1, m, (int64_t)x->size() / m}, false);
     frame.buffer(XLA_FFI_DataType_U16, words.data(), {1, rows, bits * lanes}, false);
@@ -297,21 +298,24 @@ void check_trellis(int64_t bits, int64_t rows, int64_t count, int64_t steps, int
     frame.number<int64_t>("steps", steps);
     frame.number<int64_t>("length", length);
     frame.number<int64_t>("along_rows", along_rows);
+    frame.number<int64_t>("rounded", in_bytes);
     frame.call(kernel);
   };
-  call(TrellisDecode, nullptr, false, numbers, count * steps);
+  call(TrellisDecode, nullptr, numbers, count * steps);
   compare(named, "numbers", m, numbers, dense);
-  for (bool along_rows : {false, true}) {
+  for (int how = 0; how < 4; ++how) {
+    along_rows = how % 2, in_bytes = how / 2;
     const int64_t in = along_rows ? rows : length, out = along_rows ? length : rows;
     std::vector<float> x(m * in), y(m * out);
     for (float& one : x) one = random() % 256 / 64.0f - 2;
-    call(TrellisMatmul, &x, along_rows, y, out);
-    std::vector<double> want(m * out);
+    call(TrellisMatmul, &x, y, out);
+    std::vector<double> want(m * out), scales(m, 1);
+    for (int64_t r = 0; r < m && in_bytes; ++r) scales[r] = rounded(x.data() + r * in, in);
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t k = 0; k < length; ++k)
         for (int64_t r = 0; r < m; ++r)
           want[r * out + (along_rows ? k : i)] +=
-              dense[i * count * steps + k] * x[r * in + (along_rows ? i : k)];
+              dense[i * count * steps + k] * x[r * in + (along_rows ? i : k)] * scales[r];
     compare(named, along_rows ? "product along rows" : "product", m, y, want);
   }
 }

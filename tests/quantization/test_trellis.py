@@ -171,16 +171,26 @@ def test_kernels_of_other_targets(target, monkeypatch):
     build.register(prefix, TARGETS[target])
     monkeypatch.setattr(build, "PREFIX", prefix)
     for bits in (2, 3, 4):
-        test_kernels(bits)
+        for activation in (None, "int8"):
+            test_kernels(bits, activation)
+
+
+def rounded(x):
+    """The nearest codes of 8 bits, by NumPy, times their scales: those of rows."""
+    largest = np.abs(x).max(-1, keepdims=True)
+    scale = np.maximum(largest * np.float32(1 / 127.5), np.float32(2.0**-63))
+    codes = np.clip(np.rint(x * (1 / scale)), -128, 127)
+    return codes.astype(np.float64) * scale
 
 
 @with_compiler
 @BITS
-def test_kernels(bits):
+@pytest.mark.parametrize("activation", [None, "int8"])
+def test_kernels(bits, activation):
     """Products with few rows, and decoded numbers for many, beside the definition."""
     assert build.available()
     rng = np.random.default_rng(bits)
-    shapes = (5, 4, 1), (17, 96, 3), (33, 576, 14), (70, 768, 1), (64, 512, 2)
+    shapes = (5, 4, 1), (17, 96, 3), (33, 576, 14), (70, 768, 1), (64, 512, 2), (9, 32, 40)
     for rows, length, m in shapes:
         count, steps = trellis.sequences(length)
         words = rng.integers(0, 2**16, (2, rows, count * steps * bits // 16), np.uint16)
@@ -190,12 +200,14 @@ def test_kernels(bits):
         np.testing.assert_array_equal(jax.jit(kernel)(words), numbers)
         dense = np.asarray(numbers[..., :length], np.float64)
         for axis in (-1, -2):
-            w = hki.TrellisMatrix(jnp.asarray(words), length, bits, axis)
+            w = hki.TrellisMatrix(jnp.asarray(words), length, bits, axis, activation)
             run = functools.partial(native.native_matmul, q=w, order=(0, 1, 2), dtype=jnp.float32)
             x = rng.standard_normal((2, m, rows if axis == -1 else length)).astype(np.float32)
-            wanted = x @ (dense if axis == -1 else np.swapaxes(dense, -1, -2))
-            got = jax.jit(run)(x)
-            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+            x[:, -1] *= 1e-12
+            multiplied = x if activation is None else rounded(x)
+            wanted = multiplied @ (dense if axis == -1 else np.swapaxes(dense, -1, -2))
+            size = np.abs(wanted).max(-1, keepdims=True)
+            np.testing.assert_allclose(jax.jit(run)(x) / size, wanted / size, atol=1e-6)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
@@ -287,6 +299,94 @@ def test_rotated_products():
     same_without_dense(jax.grad(lambda x, w: jnp.sin(x @ w).sum()), x, w, rtol=1e-4)
 
 
+# --- rounded activations -------------------------------------------------------------------------
+
+TOGETHER = "int8,tensor"  # all rows have one scale
+
+
+@pytest.mark.parametrize("native_way", [True, False])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_activations_are_rounded(transposed, native_way, monkeypatch):
+    """The rounding of `QuantizedMatrix`, with the gradient one, on every way."""
+    if not native_way:
+        monkeypatch.setenv("HAIKU_IMPLICIT_NATIVE", "0")
+    w, x = made(3, (64, 96)).with_activation("int8"), normal((3, 96 if transposed else 64), 1)
+    dense, dot = np.asarray(hki.materialize(w), np.float64), lambda x, w: x @ w
+    if transposed:
+        dense, dot = dense.T, lambda x, w: x @ w.T
+    dot = hki.use_implicit_args(dot)
+    wanted = rounded(np.asarray(x)) @ dense
+    mapped = jax.vmap(dot, in_axes=(0, None))
+    scanned = lambda x, w: jax.lax.scan(lambda _, x: (None, dot(x, w)), None, x)[1]  # noqa: E731
+    for run in (dot, jax.jit(dot), mapped, scanned):
+        np.testing.assert_allclose(run(x, w), wanted, atol=2e-6 * np.abs(wanted).max())
+    ways = np.cos(np.arange(wanted.shape[-1]))
+    gradient = jax.grad(lambda x: (dot(x, w) * ways).sum())(x)
+    np.testing.assert_allclose(gradient, np.broadcast_to(dense @ ways, x.shape), atol=1e-4)
+    found = dot(x.at[1, 5].set(jnp.inf).at[2].set(0), w)
+    assert np.isnan(found[1]).all() and not found[2].any()
+    np.testing.assert_allclose(found[0], wanted[0], atol=2e-6 * np.abs(wanted).max())
+
+
+def test_rotated_inputs_are_rounded(tmp_path):
+    """After their rotation; each way to the option gives the same tree, also through a file."""
+    x, params = normal((5, 96), 1).at[:, 7].mul(50), {"m": {"w": normal((96, 64))}}
+    given = hki.quantize_params(params, dtype="trellis3", activation="int8")
+    later = hki.quantize_activations(hki.quantize_params(params, dtype="trellis3"))
+    assert jax.tree.structure(given) == jax.tree.structure(later)
+    hki.save(tmp_path / "params", given)
+    w = hki.load(tmp_path / "params")["m"]["w"]
+    assert w.w.matrix.activation == w.requantize(params["m"]["w"]).w.matrix.activation == "int8"
+    turned = np.asarray(jax.jit(jnp.matmul)(x, hki.materialize(w.rotation)))
+    wanted = rounded(turned) @ np.asarray(hki.materialize(w.w), np.float64)
+    found = jax.jit(hki.use_implicit_args(jnp.matmul))(x, w)
+    step = np.abs(turned).max() / 128 * np.abs(hki.materialize(w.w)).max()  # a tie
+    assert np.abs(found - wanted).max() < step
+    assert np.median(np.abs(found - wanted)) < 1e-5 * np.abs(wanted).max()
+    plain = hki.quantize_activations(later, None)
+    np.testing.assert_allclose(found, x @ hki.materialize(w), atol=0.02 * np.abs(wanted).max())
+    assert plain["m"]["w"].w.matrix.activation is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("activation", ["int4", "int8,groups", "int8,rms,7", "mxfp8", TOGETHER])
+def test_other_roundings(activation, axis):
+    """As for a `QuantizedMatrix` of one group in each row."""
+    w = made(2, (64, 96), axis)
+    like = hki.QuantizedMatrix.quantize(hki.materialize(w), "int8", axis=axis)
+    x = normal((3, 64), 1) * jnp.array([[1.0], [0.1], [3.0]])
+    run = jax.jit(hki.use_implicit_args(jnp.matmul))
+
+    def added(w, dense):
+        return run(x, w.with_activation(activation)) - x @ dense
+
+    error = added(w, hki.materialize(w))
+    of_like = added(like, hki.materialize(like))
+    assert (
+        np.abs(error).max() > 1e-4
+        and np.abs(error - of_like).max() < 0.02 * np.abs(x @ w.materialize()).max()
+    )
+
+
+@pytest.mark.slow
+def test_activations_of_other_products_are_rounded():
+    w = made(3, (64, 96)).with_activation("int8")
+    dense = np.asarray(hki.materialize(w), np.float64)
+    x = normal((6, 64), 1)
+    wanted = rounded(np.asarray(x)) @ dense
+    of_images = hki.use_implicit_args(
+        lambda x, w: jax.lax.conv_general_dilated(
+            x[:, None, :], w[None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+    )
+    of_groups = hki.use_implicit_args(
+        lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.array([6], jnp.int32))
+    )
+    for found in (of_images(x, w)[:, 0], of_groups(x, w)):
+        np.testing.assert_allclose(found, wanted, atol=2e-6 * np.abs(wanted).max())
+
+
 # --- the user's way in ---------------------------------------------------------------------------
 
 
@@ -335,7 +435,7 @@ def test_structs_and_stacks():
     ("options", "message"),
     [
         (dict(dtype="trellis3", group_size=32), "'trellis3' has no group_size"),
-        (dict(dtype="trellis3", activation="int8"), "has no activation"),
+        (dict(dtype="trellis3", activation="int9"), "activation: expected one of"),
         (dict(dtype="trellis3", axis=-1), "a rotation is of the inputs"),
         (dict(dtype="int4", rotate=True, axis=-1), "a rotation is of the inputs"),
     ],
@@ -401,6 +501,10 @@ for kind in (AxisType.Explicit, AxisType.Auto):
         for spec in (P("m", None), P(None, "m")):
             got = product(hki.place(params, spec, mesh)["l"]["w"], x)
             assert jnp.abs(got - wanted).max() < 1e-4, (kind, bits, spec)
+            rounded = hki.quantize_activations(params)
+            wanted8 = product(rounded["l"]["w"], x)
+            got = product(hki.place(rounded, spec, mesh)["l"]["w"], x)
+            assert 1e-3 < jnp.abs(wanted8 - wanted).max() and jnp.abs(got - wanted8).max() < 1e-4, (kind, bits, spec)
 print("right")
 """
 

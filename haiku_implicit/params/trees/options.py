@@ -90,7 +90,8 @@ class Room(NamedTuple):
 class QuantizeOptions:
     """The options of `QuantizedMatrix.quantize`, checked as far as no weight is needed.
 
-    Trellis codes have no options, and are always rotated. `of_each` and `page` are as for `Room`.
+    Trellis codes have no options but `activation`, and are always rotated. `of_each` and `page` are as
+    for `Room`.
 
     Raises:
       ValueError: for an `axis` or a `group_size` that no weight could have, or that has no rotation.
@@ -114,7 +115,7 @@ class QuantizeOptions:
         if self.is_rotated and self.axis != -2:
             raise value_error("axis: a rotation is of the inputs, axis -2, got -1")
         if self.is_trellis:
-            own = dict(vars(self), dtype="int8", rotate=False)
+            own = dict(vars(self), dtype="int8", rotate=False, activation=None)
             plain = vars(QuantizeOptions())
             if given := [name for name in own if own[name] != plain[name]]:
                 raise value_error(f"dtype {self.dtype!r} has no {', '.join(given)}; leave it out")
@@ -275,7 +276,7 @@ class QuantizeOptions:
         if moments is not None:
             best = channel_scales.fitted(numbers, codes.materialize().astype(wide.dtype), moments)
             scale = (scale * best).astype(scale.dtype)
-        return ScaledMatrix(codes, scale, -1)
+        return ScaledMatrix(codes.with_activation(self.activation), scale, -1)
 
     def put_on(self, path: str, value: Array, stacked: int = 0) -> ImplicitArray:
         """Quantizes a parameter; of an adapter, its `w`."""

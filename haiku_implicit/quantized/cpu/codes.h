@@ -445,6 +445,21 @@ struct Numbers {
   }
 };
 
+// The root of the smallest normal number: scales in `quantized.operands` are no smaller either.
+constexpr float kSmallestScale = 0x1p-63f;
+
+// The scale of activations that are rounded to 8 bits: the largest magnitude is 127.5 steps. NaN where an element
+// is not finite.
+HKI_INLINE float scale_of_row(const float* x, int64_t length) {
+  int32_t largest = 0;
+  for (int64_t k = 0; k < length; ++k) largest = std::max(largest, Numbers::bits_of(x[k]) & 0x7fffffff);
+  if (largest >= 0x7f800000) return NAN;
+  return std::max(Numbers::as_float(largest) * (float)(1 / 127.5), kSmallestScale);
+}
+
+// The nearest of the codes -128 to 127, ties to even.
+HKI_INLINE int32_t nearest_code(float steps) { return static_cast<int32_t>(std::min(std::rint(steps), 127.0f)); }
+
 // The axes of codes, scales and offsets [..., last] that a batch of matrices has, and then that of the
 // rows. Vectors along the last one are counted in the order of memory.
 struct Layout {

@@ -256,27 +256,14 @@ struct Integers {
 
 // --- rounding ------------------------------------------------------------------------------------
 
-// The root of the smallest normal number: scales in `numerics.operands` are no smaller either.
-constexpr float kSmallestScale = 0x1p-63f;
-
-// The nearest of the codes -128 to 127 for each element, ties to even, and their scale: the largest
-// magnitude is 127.5 steps. NaN where an element is not finite.
+// The nearest codes for each element, and their scale; zeros if it is NaN.
 HKI_INLINE float round_row(const float* x, int64_t length, int8_t* codes) {
-  int32_t largest = 0;
-  for (int64_t k = 0; k < length; ++k) {
-    int32_t bits;
-    std::memcpy(&bits, x + k, 4);
-    largest = std::max(largest, bits & 0x7fffffff);
-  }
-  if (largest >= 0x7f800000) {
+  const float scale = scale_of_row(x, length), inverse = 1 / scale;
+  if (scale != scale) {
     std::fill_n(codes, length, 0);
-    return NAN;
+    return scale;
   }
-  const float scale = std::max(Numbers::as_float(largest) * (float)(1 / 127.5), kSmallestScale);
-  const float inverse = 1 / scale;
-  for (int64_t k = 0; k < length; ++k) {
-    codes[k] = static_cast<int32_t>(std::min(std::rint(x[k] * inverse), 127.0f));
-  }
+  for (int64_t k = 0; k < length; ++k) codes[k] = nearest_code(x[k] * inverse);
   return scale;
 }
 

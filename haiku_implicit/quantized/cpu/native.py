@@ -26,12 +26,15 @@ _TABLE, _SIGNED, _KINDS = 0, 1, {"uint8": 2, "fp8_e4m3": 3, "fp8_e5m2": 4}
 # The types of numbers that the kernels read.
 _NUMBERS: dict[type, Any] = {int: np.int64, float: np.float32}
 
+# The activations that kernels multiply as integers.
+_INT8 = ("int8", "int8,groups")
+
 # Sums of more products of 8-bit integers might overflow 32 bits.
 _LARGEST_GROUP = 1 << 16
 # For more rows than this, smaller groups than this are multiplied by tiles, or as floats.
 _FEW, _SMALLEST_GROUP_OF_MANY = 16, 512
-# For more rows than this, trellis codes are decoded in blocks, which XLA multiplies.
-_FEW_OF_TRELLIS = 32
+# For more rows than this, floats and int8, trellis codes are decoded in blocks, which XLA multiplies.
+_FEW_OF_TRELLIS = 32, 64
 
 
 def applies(x: Array, q: Array) -> bool:
@@ -43,7 +46,7 @@ def applies(x: Array, q: Array) -> bool:
       x, q: as for `may_be_served`.
     """
     if not isinstance(q, QuantizedMatrix):
-        return x.shape[-2] <= _FEW_OF_TRELLIS and build.available()
+        return x.shape[-2] <= _FEW_OF_TRELLIS[q.activation in _INT8] and build.available()
     return len(formats.find(q.format).planes) <= 2 and build.available()
 
 
@@ -91,7 +94,7 @@ def _integers(q: QuantizedMatrix, m: int) -> dict[str, Any] | None:
     """
     fmt = formats.find(q.format)
     group = -(-q.shape[q.axis] // q.scale.shape[-1])
-    if q.activation not in ("int8", "int8,groups") or q.axis != -2 or group > _LARGEST_GROUP:
+    if q.activation not in _INT8 or q.axis != -2 or group > _LARGEST_GROUP:
         return None
     slow = m > _FEW and group < _SMALLEST_GROUP_OF_MANY
     in_groups = q.activation == "int8,groups"
@@ -143,6 +146,9 @@ def _table(fmt: formats.Format) -> np.ndarray:
 def _trellis_matmul(x: jax.Array, q: Any, order: Order) -> Any:
     """Computes the product with a `TrellisMatrix`, in float32."""
     own = dict(along_rows=q.axis == -1, bits=q.bits, steps=q.steps, length=q.length)
+    own["rounded"] = q.activation in _INT8
+    if q.activation is not None and not own["rounded"]:
+        x = operands.rounded_rows(x, q)
     shape = (*x.shape[:2], sizes(q, order)[-1])
     words = matrices(q.words, order)
     call = jax.ffi.ffi_call(

@@ -6,9 +6,12 @@
 //
 // The words of lanes are next to each other, and so are the numbers of one step of the lanes. So a vector
 // of words is a vector of windows after two shifts, and numbers, integers of 16 bits, after a product.
-// Activations become two integers of 16 bits each (`Activations`), 30 bits of the largest, and sums have 32.
+// Activations become two integers of 16 bits each (`Activations`), 30 bits of the largest, and sums have 32. If
+// activations are rounded to 8 bits, there is one, and with AVX-512 VNNI one instruction multiplies it with both
+// bytes of a number, which are not added before. D is how many integers an activation has.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -27,6 +30,13 @@ constexpr int kRowsTogether = 64;              // that are decoded before they a
 constexpr int kLargest = kRegisters / 4;       // rows of integers that are multiplied together
 constexpr int kChunksTogether = 8;             // 256 products in each sum: no more fit 32 bits
 constexpr float kUnit = 1.0f / 64;             // of numbers
+
+// Whether numbers stay two bytes each, and activations are two equal bytes.
+#if defined(HKI_AVX512) && defined(__AVX512VNNI__)
+constexpr bool in_bytes(int D) { return D == 1; }
+#else
+constexpr bool in_bytes(int D) { return false; }
+#endif
 
 // --- vectors of numbers --------------------------------------------------------------------------
 
@@ -49,12 +59,13 @@ inline Words windows(Words word, Words next, int shift) {
 #endif
 }
 
-template <int bits>
+template <int bits, int D>
 inline Words numbers(Words window) {
   constexpr Code code = code_of(bits);
   const Words hash = window * code.factor;
 #if defined(HKI_AVX512)
   const __m512i bytes = code.mixed ? _mm512_avg_epu8((__m512i)hash, (__m512i)window) : (__m512i)hash;
+  if (in_bytes(D)) return (Words)bytes;
   return (Words)_mm512_maddubs_epi16(bytes, _mm512_set1_epi8(1));
 #elif defined(HKI_AVX2)
   const __m256i bytes = code.mixed ? _mm256_avg_epu8((__m256i)hash, (__m256i)window) : (__m256i)hash;
@@ -97,9 +108,11 @@ inline Words following(Words word) {
 #endif
 }
 
-// Adds the products of pairs of integers of 16 bits.
+// Adds the products of pairs of numbers and integers of 16 bits.
+template <int D>
 inline Ints add_products(Ints sums, Words a, Words b) {
 #if defined(HKI_AVX512) && defined(__AVX512VNNI__)
+  if (in_bytes(D)) return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
   return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
 #elif defined(HKI_AVX512)
   return sums + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -163,13 +176,13 @@ __attribute__((always_inline)) inline void prefetch(const Matrix& w, int64_t row
 }
 
 // The numbers of a step of the lanes, less their bias; words are as `copy_words` leaves them.
-template <int bits, typename Function>
+template <int bits, int D, typename Function>
 inline void at_step(int step, const Function& function) {
   const int plane = step * bits / 16, shift = step * bits % 16;
   if (shift > 16 - kWindow)
-    function([=](const Words* w) { return numbers<bits>(windows<true>(w[plane], w[plane + 1], shift)); });
+    function([=](const Words* w) { return numbers<bits, D>(windows<true>(w[plane], w[plane + 1], shift)); });
   else
-    function([=](const Words* w) { return numbers<bits>(windows<false>(w[plane], w[plane], shift)); });
+    function([=](const Words* w) { return numbers<bits, D>(windows<false>(w[plane], w[plane], shift)); });
 }
 
 // 16 bits of two words, from a bit of the first one on.
@@ -190,12 +203,12 @@ constexpr int first_together(int bits, int step) {
 }
 
 // The same, for a step that is known.
-template <int bits, int step>
+template <int bits, int D, int step>
 HKI_INLINE Words at_known_step(const Words* w) {
   constexpr int first = first_together(bits, step), rest = (step - first) * bits;
   constexpr int plane = first * bits / 16, shift = first * bits % 16;
   const Words word = part_of_two<shift>(w[plane], w[plane + 1]);
-  return numbers<bits>(rest == 16 - kWindow ? word >> rest : word >> rest & (uint16_t)(kStates - 1));
+  return numbers<bits, D>(rest == 16 - kWindow ? word >> rest : word >> rest & (uint16_t)(kStates - 1));
 }
 
 // Writes the numbers of a row.
@@ -206,7 +219,7 @@ void decode_row(const Matrix& w, int64_t row, float* out) {
     copy_words(w, row, 1, chunk, words);
     const int64_t first = chunk * kWords, count = std::min<int64_t>(kWords, w.lanes - first);
     for (int step = 0; step < kSteps; ++step)
-      at_step<bits>(step, [&](const auto& decoded) {
+      at_step<bits, 2>(step, [&](const auto& decoded) {
         const Words found = decoded(words);
         float* to = out + step * w.lanes + first;
         for (int64_t i = 0; i < count; ++i) to[i] = (found[i] - code_of(bits).bias) * kUnit;
@@ -216,8 +229,9 @@ void decode_row(const Matrix& w, int64_t row, float* out) {
 
 // --- activations ---------------------------------------------------------------------------------
 
-// One row of activations as `unit * (65536 * high + low)`, which has 30 bits of the largest. A pair of
-// rows of integers stands for it; there may be rows of zeros behind them.
+// One row of activations as `unit * (65536 * high + low)`, which has 30 bits of the largest, or rounded to
+// `unit * code`. D rows of integers stand for it; there may be rows of zeros behind them.
+template <int D>
 struct Activations {
   float unit;
   bool usual;  // else the products are computed in floats: units or sums might leave their range
@@ -232,25 +246,43 @@ struct Activations {
     if (usual) unit = std::ldexp(1.0f, exponent - 30);
   }
 
-  int32_t whole(float x) const { return usual ? (int32_t)std::rint(x * (1 / unit)) : 0; }
+  // The integers of an activation.
+  std::array<int16_t, D> of(float x) const {
+    const int32_t whole = usual ? (int32_t)std::rint(x * (1 / unit)) : 0;
+    const int16_t high = whole + 32768 >> 16;
+    return {high, (int16_t)(whole - high * 65536)};
+  }
 };
 
-// The integers of some rows.
-inline int16_t high(int32_t x) { return x + 32768 >> 16; }
-inline int16_t low(int32_t x) { return x - high(x) * 65536; }
+template <>
+struct Activations<1> {
+  float unit;
+  static constexpr bool usual = true;  // (what is not finite has the unit NaN)
 
-inline Floats in_floats(const Ints* pair, float unit) {
-  const Floats high = __builtin_convertvector(pair[0], Floats), low = __builtin_convertvector(pair[1], Floats);
-  return (high * 65536 + low) * unit;
+  Activations() = default;
+  Activations(const float* x, int64_t count) : unit(scale_of_row(x, count)) {}
+
+  std::array<int16_t, 1> of(float x) const { return {(int16_t)(unit == unit ? nearest_code(x * (1 / unit)) : 0)}; }
+};
+
+// An integer as numbers are multiplied with it.
+template <int D>
+inline uint16_t factor(int16_t integer) { return in_bytes(D) ? (uint8_t)integer * 257 : integer; }
+
+template <int D>
+inline Floats in_floats(const Ints* sums, float unit) {
+  const Floats first = __builtin_convertvector(sums[0], Floats);
+  return D == 1 ? first * unit : (first * 65536 + __builtin_convertvector(sums[D - 1], Floats)) * unit;
 }
 
 // How many rows of integers are multiplied together, of `count` all in all.
-inline int together(int count) { return count == 2 ? 2 : std::min(count <= 4 ? 4 : 8, kLargest); }
+template <int D>
+inline int together(int count) { return count == D ? D : std::min(count <= 4 ? 4 : 8, kLargest); }
 
 // --- products along the rows ---------------------------------------------------------------------
 
 // Adds products of pairs of numbers of two rows; x is [pairs, stride], of pairs of integers.
-template <int K>
+template <int D, int K>
 HKI_ONCE void add_pairs(const Words* decoded, int64_t pairs, const int32_t* x, int64_t stride, Ints* out) {
   Ints sums[K][2] = {};
   for (int64_t i = 0; i < pairs; ++i) {
@@ -258,8 +290,8 @@ HKI_ONCE void add_pairs(const Words* decoded, int64_t pairs, const int32_t* x, i
     HKI_UNROLL
     for (int k = 0; k < K; ++k) {
       const Words own = (Words)(Ints{} + x[i * stride + k]);
-      sums[k][0] = add_products(sums[k][0], first, own);
-      sums[k][1] = add_products(sums[k][1], second, own);
+      sums[k][0] = add_products<D>(sums[k][0], first, own);
+      sums[k][1] = add_products<D>(sums[k][1], second, own);
     }
   }
   for (int k = 0; k < K; ++k)
@@ -267,8 +299,9 @@ HKI_ONCE void add_pairs(const Words* decoded, int64_t pairs, const int32_t* x, i
 }
 
 // One row of activations, or more, as the kernel reads them.
+template <int D>
 struct Pairs {
-  const Activations* rows;
+  const Activations<D>* rows;
   const int32_t* integers;  // [pairs, count]
   const int32_t* biases;    // [blocks of rows, count]
   int count;                // of rows of integers
@@ -276,28 +309,28 @@ struct Pairs {
 
 // The same for one row of activations: numbers of steps whose windows are parts of the same 16 bits stay in
 // registers.
-template <int bits, int first>
-HKI_ONCE void add_pairs_of_row(const Words* words, int64_t pairs, const Pairs& x, int64_t row, float* y) {
+template <int bits, int D, int first>
+HKI_ONCE void add_pairs_of_row(const Words* words, int64_t pairs, const Pairs<D>& x, int64_t row, float* y) {
   constexpr int most = (16 - kWindow) / bits + 1;
   constexpr bool all = first_together(bits, first + most - 1) == first;
   constexpr int steps = all ? most : most - 1;
-  const int32_t* integers = x.integers + row;  // a pair of integers for each two rows
-  const int32_t* biases = x.biases + row / kRowsTogether * 2;
+  const int32_t* integers = x.integers + row / 2 * D;
+  const int32_t* biases = x.biases + row / kRowsTogether * D;
   for (int half = 0; half < 2; ++half) {
-    Ints sums[steps][2];
-    for (int i = 0; i < steps; ++i) sums[i][0] = Ints{} + biases[0], sums[i][1] = Ints{} + biases[1];
+    Ints sums[steps][D];
+    for (int i = 0; i < steps * D; ++i) sums[i / D][i % D] = Ints{} + biases[i % D];
     const Words* own = words + half * (bits + 1);
     for (int64_t i = 0; i < pairs; ++i, own += 2 * (bits + 1)) {
-      const Words high = (Words)(Ints{} + integers[2 * i]), low = (Words)(Ints{} + integers[2 * i + 1]);
+      Words of_x[D];
+      for (int j = 0; j < D; ++j) of_x[j] = (Words)(Ints{} + integers[D * i + j]);
       repeat<steps>([&](auto step) HKI_INLINED {
-        const Words decoded = at_known_step<bits, first + step>(own);
-        sums[step][0] = add_products(sums[step][0], decoded, high);
-        sums[step][1] = add_products(sums[step][1], decoded, low);
+        const Words decoded = at_known_step<bits, D, first + step>(own);
+        for (int j = 0; j < D; ++j) sums[step][j] = add_products<D>(sums[step][j], decoded, of_x[j]);
       });
     }
     for (int i = 0; i < steps; ++i) {
       float* to = y + (first + i) * kWords + half * kLanes;
-      store(to, load<Floats>(to) + in_floats(sums[i], x.rows[0].unit * kUnit));
+      store(to, load<Floats>(to) + in_floats<D>(sums[i], x.rows[0].unit * kUnit));
     }
   }
 }
@@ -332,33 +365,25 @@ HKI_ONCE void copy_pairs(const Matrix& w, int64_t row, int64_t rows, int64_t chu
 }
 
 // Adds to y[chunk, m, step, 2, kLanes], the products of some chunks.
-template <int bits>
-void along_rows(const Matrix& w, const Pairs& x, int m, int64_t first, int64_t last, float* y) {
+template <int bits, int D>
+void along_rows(const Matrix& w, const Pairs<D>& x, int m, int64_t first, int64_t last, float* y) {
   const int64_t size = m * kSteps * kWords;
   alignas(64) Words words[kRowsTogether * (bits + 1)], decoded[kRowsTogether];
-  const int each = together(x.count);
-  const auto run = each == 4 ? add_pairs<4> : add_pairs<8>;
+  const int each = together<D>(x.count);
+  const auto run = each == 4 ? add_pairs<D, 4> : add_pairs<D, 8>;
   for (int64_t r = 0; r < w.rows; r += kRowsTogether) {
     const int64_t count = std::min<int64_t>(kRowsTogether, w.rows - r), pairs = (count + 3) / 4 * 2;
     for (int64_t c = first; c < last; ++c) {
       copy_pairs<bits>(w, r, count, c, words);
-      const bool ahead = c + 1 < last;
-      const int64_t next_row = ahead ? r : r + kRowsTogether, next_chunk = ahead ? c + 1 : first;
-      const auto prefetch_part = [&](int step) {
-        for (int i = 0; i < kRowsTogether / kSteps && next_chunk % 2 == 0; ++i)  // lines come in pairs
-          prefetch(w, next_row + step * (kRowsTogether / kSteps) + i, next_chunk);
-      };
       float* const of_chunk = y + (c - first) * size;
-      if (x.count == 2) {
+      if (x.count == D) {
         repeat<kSteps>([&](auto step) HKI_INLINED {
-          prefetch_part(step);
-          if constexpr (first_together(bits, step) == step) add_pairs_of_row<bits, step>(words, pairs, x, r, of_chunk);
+          if constexpr (first_together(bits, step) == step) add_pairs_of_row<bits, D, step>(words, pairs, x, r, of_chunk);
         });
         continue;
       }
       for (int step = 0; step < kSteps; ++step) {
-        prefetch_part(step);
-        at_step<bits>(step, [&](const auto& of) {
+        at_step<bits, D>(step, [&](const auto& of) {
           for (int64_t i = 0; i < 2 * pairs; ++i) decoded[i] = of(words + i * (bits + 1));
         });
         float* to = of_chunk + step * kWords;
@@ -367,11 +392,11 @@ void along_rows(const Matrix& w, const Pairs& x, int m, int64_t first, int64_t l
           for (int i = 0; i < each; ++i)
             sums[i] = sums[each + i] = Ints{} + x.biases[r / kRowsTogether * x.count + k + i];
           run(decoded, pairs, x.integers + r / 2 * x.count + k, x.count, sums);
-          for (int i = 0; i < each && k + i < 2 * m; i += 2)
+          for (int i = 0; i < each && k + i < D * m; i += D)
             for (int half = 0; half < 2; ++half) {
-              const int at = (k + i) / 2;
+              const int at = (k + i) / D;
               float* own = to + at * kSteps * kWords + half * kLanes;
-              store(own, load<Floats>(own) + in_floats(sums + half * each + i, x.rows[at].unit * kUnit));
+              store(own, load<Floats>(own) + in_floats<D>(sums + half * each + i, x.rows[at].unit * kUnit));
             }
         }
       }
@@ -382,7 +407,7 @@ void along_rows(const Matrix& w, const Pairs& x, int m, int64_t first, int64_t l
 // --- products along the sequences ----------------------------------------------------------------
 
 // Adds products of the numbers of a chunk; x is [K, kSteps].
-template <int K>
+template <int D, int K>
 HKI_ONCE void add_steps(const Words* decoded, const Words* x, Ints* out) {
   constexpr int kApart = K == 4 ? 2 : 1;
   Ints sums[kApart][K] = {};
@@ -390,39 +415,41 @@ HKI_ONCE void add_steps(const Words* decoded, const Words* x, Ints* out) {
   for (int step = 0; step < kSteps; ++step) {
     HKI_UNROLL
     for (int k = 0; k < K; ++k)
-      sums[step % kApart][k] = add_products(sums[step % kApart][k], decoded[step], x[k * kSteps + step]);
+      sums[step % kApart][k] = add_products<D>(sums[step % kApart][k], decoded[step], x[k * kSteps + step]);
   }
   for (int k = 0; k < K; ++k)
     for (int j = 0; j < kApart; ++j) out[k] += sums[j][k];
 }
 
 // The same for the words of a chunk and one row of activations: numbers stay in registers.
-template <int bits>
+template <int bits, int D>
 HKI_INLINE void add_row(const Words* words, const Words* x, Ints* out) {
   Words own[bits + 1];
   for (int plane = 0; plane <= bits; ++plane) own[plane] = words[plane];
-  Ints sums[2][2] = {{out[0], out[1]}};
+  Ints sums[2][D] = {};
+  for (int k = 0; k < D; ++k) sums[0][k] = out[k];
   repeat<kSteps>([&](auto step) HKI_INLINED {
-    const Words decoded = at_known_step<bits, step>(own);
-    for (int k = 0; k < 2; ++k) sums[step % 2][k] = add_products(sums[step % 2][k], decoded, x[k * kSteps + step]);
+    const Words decoded = at_known_step<bits, D, step>(own);
+    for (int k = 0; k < D; ++k) sums[step % 2][k] = add_products<D>(sums[step % 2][k], decoded, x[k * kSteps + step]);
   });
-  for (int k = 0; k < 2; ++k) out[k] = sums[0][k] + sums[1][k];
+  for (int k = 0; k < D; ++k) out[k] = sums[0][k] + sums[1][k];
 }
 
 // One row of activations, or more, as the kernel reads them.
+template <int D>
 struct Steps {
-  const Activations* rows;
+  const Activations<D>* rows;
   const Words* integers;  // [chunks, count, kSteps]
   const Ints* biases;     // [groups of chunks, count]
   int count;              // of rows of integers
 };
 
 // y[m, first:last], the products with some rows.
-template <int bits>
-void along_sequences(const Matrix& w, const Steps& x, int m, int64_t first, int64_t last, float* y) {
+template <int bits, int D>
+void along_sequences(const Matrix& w, const Steps<D>& x, int m, int64_t first, int64_t last, float* y) {
   constexpr int kRows = 16;  // that share the activations of a chunk
-  const int each = together(x.count);
-  const auto run = each == 4 ? add_steps<4> : add_steps<8>;
+  const int each = together<D>(x.count);
+  const auto run = each == 4 ? add_steps<D, 4> : add_steps<D, 8>;
   Ints* sums = reinterpret_cast<Ints*>(scratch<2>(kRows * x.count * kLanes));
   alignas(64) Words words[kRows * (bits + 1)], decoded[kSteps];
   for (int64_t r = first; r < last; r += kRows) {
@@ -438,15 +465,15 @@ void along_sequences(const Matrix& w, const Steps& x, int m, int64_t first, int6
         Ints* own = sums + i * x.count;
         if (begins) std::copy_n(x.biases + c / kChunksTogether * x.count, x.count, own);
         const Words* of_row = words + i * (bits + 1);
-        if (x.count == 2) {
-          add_row<bits>(of_row, integers, own);
+        if (x.count == D) {
+          add_row<bits, D>(of_row, integers, own);
         } else {
-          repeat<kSteps>([&](auto step) HKI_INLINED { decoded[step] = at_known_step<bits, step>(of_row); });
+          repeat<kSteps>([&](auto step) HKI_INLINED { decoded[step] = at_known_step<bits, D, step>(of_row); });
           for (int k = 0; k < x.count; k += each) run(decoded, integers + k * kSteps, own + k);
         }
         if (!ends) continue;
         for (int j = 0; j < m; ++j)
-          y[j * w.rows + r + i] += sum(in_floats(own + 2 * j, x.rows[j].unit * kUnit));
+          y[j * w.rows + r + i] += sum(in_floats<D>(own + D * j, x.rows[j].unit * kUnit));
       }
     }
   }
@@ -455,28 +482,27 @@ void along_sequences(const Matrix& w, const Steps& x, int m, int64_t first, int6
 // --- calls ---------------------------------------------------------------------------------------
 
 // Activations [m, rows] with all of a matrix.
-template <int bits>
-void by_rows(const Matrix& w, const float* x, const Activations* rows, int m, float* y, const Team& team) {
-  const int count = round_up(2 * m, together(2 * m));
+template <int bits, int D>
+void by_rows(const Matrix& w, const float* x, const Activations<D>* rows, int m, float* y, const Team& team) {
+  const int count = round_up(D * m, together<D>(D * m));
   const int64_t blocks = (w.rows + kRowsTogether - 1) / kRowsTogether, padded = blocks * kRowsTogether;
   int32_t* pairs = reinterpret_cast<int32_t*>(scratch((padded / 2 + blocks) * count));
   int32_t* biases = pairs + padded / 2 * count;
   std::fill_n(pairs, (padded / 2 + blocks) * count, 0);
   for (int i = 0; i < m; ++i)
     for (int64_t r = 0; r < w.rows; ++r) {
-      const int32_t whole = rows[i].whole(x[i * w.rows + r]);
-      const int16_t own[] = {high(whole), low(whole)};
-      for (int j = 0; j < 2; ++j) {
-        pairs[r / 2 * count + 2 * i + j] |= (uint32_t)(uint16_t)own[j] << (r % 2 * 16);
-        biases[r / kRowsTogether * count + 2 * i + j] -= own[j] * code_of(bits).bias;
+      const auto own = rows[i].of(x[i * w.rows + r]);
+      for (int j = 0; j < D; ++j) {
+        pairs[r / 2 * count + D * i + j] |= (uint32_t)factor<D>(own[j]) << (r % 2 * 16);
+        biases[r / kRowsTogether * count + D * i + j] -= own[j] * code_of(bits).bias;
       }
     }
-  const Pairs all{rows, pairs, biases, count};
+  const Pairs<D> all{rows, pairs, biases, count};
   team.parts(w.chunks(), 1, 8, [&](int64_t first, int64_t last) {
     const int64_t size = m * kSteps * kWords;
     float* own = scratch<1>((last - first) * size);
     std::fill_n(own, (last - first) * size, 0.0f);
-    along_rows<bits>(w, all, m, first, last, own);
+    along_rows<bits, D>(w, all, m, first, last, own);
     for (int i = 0; i < m; ++i)
       for (int step = 0; step < kSteps; ++step)
         for (int64_t l = first * kWords; l < std::min(last * kWords, w.lanes); ++l) {
@@ -489,9 +515,9 @@ void by_rows(const Matrix& w, const float* x, const Activations* rows, int m, fl
 }
 
 // Activations [m, length] with all of a matrix.
-template <int bits>
-void by_sequences(const Matrix& w, const float* x, const Activations* rows, int m, float* y, const Team& team) {
-  const int count = round_up(2 * m, together(2 * m));
+template <int bits, int D>
+void by_sequences(const Matrix& w, const float* x, const Activations<D>* rows, int m, float* y, const Team& team) {
+  const int count = round_up(D * m, together<D>(D * m));
   const int64_t chunks = w.chunks(), groups = (chunks + kChunksTogether - 1) / kChunksTogether;
   const int64_t size = chunks * count * kSteps;
   Words* integers = reinterpret_cast<Words*>(scratch((size + groups * count) * kLanes));
@@ -501,28 +527,29 @@ void by_sequences(const Matrix& w, const float* x, const Activations* rows, int 
   for (int i = 0; i < m; ++i)
     for (int64_t j = 0; j < w.length; ++j) {
       const int64_t step = j / w.lanes, lane = j % w.lanes;
-      const int64_t at = ((lane / kWords * count + 2 * i) * kSteps + step) * kWords + lane % kWords;
-      const int32_t whole = rows[i].whole(x[i * w.length + j]);
-      flat[at] = high(whole), flat[at + kSteps * kWords] = low(whole);
+      const int64_t at = ((lane / kWords * count + D * i) * kSteps + step) * kWords + lane % kWords;
+      const auto own = rows[i].of(x[i * w.length + j]);
+      for (int k = 0; k < D; ++k) flat[at + k * kSteps * kWords] = factor<D>(own[k]);
     }
   for (int64_t i = 0; i < chunks * count; ++i)
     for (int step = 0; step < kSteps; ++step) {
       Ints& bias = biases[i / count / kChunksTogether * count + i % count];
-      bias = add_products(bias, integers[i * kSteps + step], Words{} + (uint16_t)-code_of(bits).bias);
+      bias = add_products<D>(bias, Words{} + 1, integers[i * kSteps + step]);
     }
-  const Steps all{rows, integers, biases, count};
-  team.parts(w.rows, 1, 256, [&](int64_t first, int64_t last) { along_sequences<bits>(w, all, m, first, last, y); });
+  for (int64_t i = 0; i < groups * count; ++i) biases[i] *= -code_of(bits).bias;
+  const Steps<D> all{rows, integers, biases, count};
+  team.parts(w.rows, 1, 256, [&](int64_t first, int64_t last) { along_sequences<bits, D>(w, all, m, first, last, y); });
 }
 
-template <int bits>
+template <int bits, int D>
 void multiply(const Matrix& w, bool along_rows, const float* x, int64_t count, float* y, const Team& team) {
   constexpr int kMost = 32;
   const int64_t inputs = along_rows ? w.rows : w.length, outputs = along_rows ? w.length : w.rows;
   for (int64_t first = 0; first < count; first += kMost, x += kMost * inputs, y += kMost * outputs) {
     const int m = std::min<int64_t>(kMost, count - first);
-    Activations rows[kMost];
-    for (int i = 0; i < m; ++i) rows[i] = Activations(x + i * inputs, inputs);
-    (along_rows ? by_rows<bits> : by_sequences<bits>)(w, x, rows, m, y, team);
+    Activations<D> rows[kMost];
+    for (int i = 0; i < m; ++i) rows[i] = Activations<D>(x + i * inputs, inputs);
+    (along_rows ? by_rows<bits, D> : by_sequences<bits, D>)(w, x, rows, m, y, team);
     for (int i = 0; i < m; ++i) {
       if (rows[i].usual) continue;
       float* numbers = scratch(w.lanes * kSteps);
@@ -542,10 +569,12 @@ void trellis_matmul(const Call& call) {
   const Array x = call.operand(0), words = call.operand(1), y = call.result(0);
   const auto number = [&](const char* name) { return call.number<int64_t>(name); };
   const int64_t bits = number("bits"), steps = number("steps"), length = number("length");
-  const bool along_rows = number("along_rows");
+  const bool along_rows = number("along_rows"), rounded = number("rounded");
   const int64_t batch = x.shape[0], m = x.shape[1], inputs = x.shape[2], outputs = y.shape[2];
   const int64_t rows = words.shape[1], size = words.shape[2];
-  const auto run = bits == 2 ? multiply<2> : bits == 3 ? multiply<3> : multiply<4>;
+  const auto run = bits == 2   ? rounded ? multiply<2, 1> : multiply<2, 2>
+                   : bits == 3 ? rounded ? multiply<3, 1> : multiply<3, 2>
+                               : rounded ? multiply<4, 1> : multiply<4, 2>;
   over_batch(batch, m * rows * length, call.threads(), true, [&](int64_t b, const Team& team) {
     const auto* own = static_cast<const uint16_t*>(words.data) + b * rows * size;
     const Matrix w{own, rows, length, size / bits, steps / kSteps, (int)bits};

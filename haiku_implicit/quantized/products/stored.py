@@ -15,6 +15,7 @@ import numpy as np
 
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.binary import BinaryCall
+from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.typing import Array, DType, Result
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.products.bilinear import product_of
@@ -109,7 +110,7 @@ def _as_matmul(
 # --- in codes ------------------------------------------------------------------------------------
 
 
-def in_codes(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, *others: jax.Array) -> Result:
+def in_codes(call: BinaryCall, x: jax.Array, q: Array, *others: jax.Array) -> Result:
     """Computes a product with activations quantized by `q.activation`.
 
     Args:
@@ -125,6 +126,8 @@ def in_codes(call: BinaryCall, x: jax.Array, q: QuantizedMatrix, *others: jax.Ar
     if product is None:
         return NotImplemented
     config = config_by_activation(q, call.w_first, product)
+    if not isinstance(q, QuantizedMatrix):  # trellis codes
+        pair = call.ordered(x, materialize_array(q))
     return quantized_product(product, config, pair, others, dtype=dtype)
 
 

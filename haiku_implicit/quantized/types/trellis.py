@@ -24,13 +24,17 @@ from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.messages import expecting, value_error
-from haiku_implicit.core.sharding import result_sharding
+from haiku_implicit.core.sharding import left_to_partitioner, result_sharding
 from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, Primitive, Result
 from haiku_implicit.quantized.cpu import build, native
 from haiku_implicit.quantized.numbers import gptq, scales
-from haiku_implicit.quantized.numbers.options import OperandConfig
+from haiku_implicit.quantized.numbers.options import (
+    OperandConfig,
+    checked_activation,
+    parse_activation,
+)
 from haiku_implicit.quantized.products.partitioned import devices_of
-from haiku_implicit.quantized.products.stored import quantized_dot
+from haiku_implicit.quantized.products.stored import in_codes, quantized_dot
 from haiku_implicit.quantized.types.matrix_indexing import as_index
 
 WINDOW = 12  # bits that a number depends on
@@ -88,6 +92,8 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
       bits: of a number: 2, 3 or 4.
       axis: the axis of the matrix along which the sequences run: -1 for `[..., rows, length]`, -2 for
         `[..., length, rows]`.
+      activation: the format that products round activations to, as for a `QuantizedMatrix` of one group
+        in each row; None: no rounding.
 
     Raises:
       ValueError: if the words do not fit.
@@ -107,12 +113,12 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
     length: int = aux_field()
     bits: int = aux_field()
     axis: int = aux_field(default=-1)
+    activation: str | None = aux_field(default=None)
 
     default_dtype = jnp.float32
 
     # For products, as a `QuantizedMatrix` has them: one group, without a scale, in each row.
-    activation = offset = rounded_to = None
-    activation_config = OperandConfig()
+    offset = rounded_to = None
     num_groups = 1
 
     def __post_init__(self) -> None:
@@ -174,7 +180,23 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
         new = self.encode(
             w if self.axis == -1 else jnp.matrix_transpose(w), self.bits, dtype=self.dtype
         )
-        return new._replace(axis=self.axis, shape=None)
+        return new._replace(axis=self.axis, activation=self.activation, shape=None)
+
+    def with_activation(self, activation: str | None) -> Self:
+        """Returns this matrix with another format for the activations of its products, or None.
+
+        Args:
+          activation: as for `QuantizedMatrix.quantize`.
+
+        Raises:
+          ValueError: for a format that activations can't have.
+        """
+        return self._replace(activation=checked_activation(activation))
+
+    @property
+    def activation_config(self) -> OperandConfig:
+        """How products quantize activations."""
+        return parse_activation(self.activation, self.length)
 
     def new_scales(self, w: Array, scale: Array, axis: int) -> Array:
         """Returns scales for another weight: one that is within 15 % of the best one stays as it is.
@@ -469,18 +491,22 @@ def _forward(branches: jax.Array, first: jax.Array, bits: int) -> tuple[jax.Arra
 
 
 @binary_handler("dot_general")
-def dot_with_trellis(call: BinaryCall, x: jax.Array, w: TrellisMatrix) -> Result:
+def dot_with_trellis(call: BinaryCall, x: jax.Array, w: TrellisMatrix) -> jax.Array:
     """Multiplies with codes that are decoded on the way; leaves explicit axes of a mesh to XLA."""
-    if result_sharding(call.primitive, call.ordered(x, w), call.params) is not None:
-        return NotImplemented
+    sharding = result_sharding(call.primitive, call.ordered(x, w), call.params)
     if call.params.get("out_sharding") is not None:  # derivatives have one that splits nothing
         call = dataclasses.replace(call, params=call.params | dict(out_sharding=None))
-    return quantized_dot(call, x, w)
+    run = functools.partial(quantized_dot, call)
+    return run(x, w) if sharding is None else left_to_partitioner(run, sharding)(x, w)
 
 
-@binary_handler("conv_general_dilated")
-def convolve_decoded(call: BinaryCall, x: jax.Array, w: TrellisMatrix) -> jax.Array:
-    """Convolves with the decoded kernel: a kernel is small compared with the images."""
+@binary_handler(["conv_general_dilated", "ragged_dot_general"])
+def multiply_decoded(call: BinaryCall, x: jax.Array, w: TrellisMatrix) -> Result:
+    """Rounds activations, and convolves with the decoded kernel, which is small beside the images."""
+    if call.others and (call.w_first or w.activation is None):  # a ragged product
+        return NotImplemented
+    if w.activation is not None:
+        return in_codes(call, x, w, *call.others)
     return jax.checkpoint(lambda x, w: call(x, dense(w)))(x, w)
 
 
