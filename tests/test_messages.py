@@ -301,11 +301,17 @@ MISTAKES = {
         {"a": {"w": TUNED["a"]["w"]._replace(b=jnp.full((2, 8), 0.01))}}, requantize=True
     ),
     "state: ..., which the": lambda: step(True, False, True),
+    "state: it is for": lambda: hki.freeze_declared(optax.adam(0.1)).update(
+        LORA, hki.freeze_declared(optax.adam(0.1)).init(hki.add_lora(PARAMS, 0, rank=1))
+    ),
     "updates: the optimizer": lambda: hki.freeze_declared(optax.adam(0.1)).update(
         LORA, optax.adam(0.1).init(PARAMS)
     ),
     "...: the optimizer trains": lambda: step(True, True, False),
     "...: there is a gradient": lambda: step(False, False, True),
+    "...: expected a gradient": lambda: hki.freeze_declared(optax.adam(0.1)).update(
+        hki.add_lora(PARAMS, 0, rank=1), None, LORA
+    ),
     "... it is truncated": lambda: reading(lambda data: data[:-8]),
     "... not a whole": lambda: reading(lambda data: data[:20]),
     "... its bytes have": lambda: reading(lambda data: data[:-1] + b"x"),

@@ -428,6 +428,30 @@ def test_the_state_of_another_choice_of_dense_arrays(before, now, said):
         optimizer.update(grads, state, params)
 
 
+@pytest.mark.parametrize("with_params", [True, False])
+@pytest.mark.parametrize("of_state, of_gradient", [(1, 2), (2, 1)])
+def test_arrays_of_another_rank_are_not_broadcast(of_state, of_gradient, with_params):
+    """Rank 1 would be added to each column of rank 2 without an error."""
+    dense = {"linear": {"w": jnp.ones((4, 3))}}
+    params = {rank: hki.add_lora(dense, 0, rank=rank) for rank in (1, 2)}
+    gradients = {rank: jax.tree.map(jnp.ones_like, params[rank]) for rank in params}
+    optimizer = hki.freeze_declared(optax.adam(0.1), trainable_dense=False)
+    states = {rank: optimizer.init(params[rank]) for rank in params}
+    own = params[of_gradient] if with_params else None
+    said = rf"linear/w/a would go from \[4, {of_gradient}\]|mu.*\.a would go from \[4, {of_state}\]"
+    with pytest.raises(ValueError, match=f"state: it is for other shapes .*({said})"):
+        optimizer.update(gradients[of_gradient], states[of_state], own)
+    updates, _ = optimizer.update(gradients[of_gradient], states[of_gradient], own)
+    with pytest.raises(
+        ValueError, match=r"linear/w/a: expected an update in the shape \[4, .*LoRA"
+    ):
+        hki.apply_updates(params[of_state], updates)
+    with pytest.raises(
+        ValueError, match=r"linear/w/a: expected a gradient in the shape \[4, .*LoRA"
+    ):
+        optimizer.update(gradients[of_gradient], states[of_state], params[of_state])
+
+
 def test_errors_of_an_optimizer_stay_as_they_are():
     def update(updates, state, params=None):
         raise TypeError("of this optimizer")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from haiku_implicit.arrays.zeros import Zeros
@@ -196,7 +197,8 @@ def _frozen(
         slots = slots_of(like)
         marks = marks_of(like, slots, False)
         mask = _Mask(treedef_of(like), list(map(all, marks)), [slot.value for slot in slots])
-        _check_gradients(slots, marks, align(mask.treedef, updates, "updates"))
+        gradients = align(mask.treedef, updates, "updates")
+        _check_gradients(slots, marks, gradients)
         # Line searches take another gradient, and a function of the parameters.
         if "grad" in extra:
             extra["grad"] = mask.of(extra["grad"], "grad")
@@ -204,8 +206,10 @@ def _frozen(
             extra["value_fn"] = mask.unmasking(extra["value_fn"])
         own = None if params is None else mask.of(params, "params")
         with naming_lost_types(state):
-            new, state = _updated(inner, mask.of(updates, "updates"), state, own, extra)
-        return mask.filled(new, "updates", list(map(_no_update, mask.values))), state
+            new, new_state = _updated(inner, mask.of(updates, "updates"), state, own, extra)
+        new = mask.filled(new, "updates", list(map(_no_update, mask.values)))
+        _check_state_shapes(slots, gradients, align(mask.treedef, new, "updates"), state, new_state)
+        return new, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -289,6 +293,8 @@ def _check_gradients(
                 "freeze_subtrees"
                 f" {see('gradients-of-other-arrays')}"
             )
+        if not is_empty(gradient) and not is_empty(slot.value):
+            _check_shape(slot, gradient, "a gradient")
         is_dense = not slot.fields and not is_empty(slot.value) and is_inexact(slot.value)
         if is_dense and is_marked and not is_trained and not is_empty(gradient):
             raise ValueError(
@@ -296,6 +302,35 @@ def _check_gradients(
                 "out. Give value_and_grad the same trainable_dense= as the optimizer, or None or Zeros "
                 "in place of this gradient"
                 f" {see('gradients-of-other-arrays')}"
+            )
+
+
+def _check_shape(slot: Slot, x: Array, kind: str) -> None:
+    """Raises for a gradient or an update that would be broadcast to its parameter."""
+    if np.shape(x) != np.shape(slot.value):
+        raise ValueError(
+            f"{slot.name}: expected {kind} in the shape {list(np.shape(slot.value))}, got "
+            f"{list(np.shape(x))}. It is of other parameters, such as LoRA of another rank"
+            f" {see('gradients-of-other-arrays')}"
+        )
+
+
+def _check_state_shapes(
+    slots: Sequence[Slot], gradients: list[Array], updates: list[Array], old: State, new: State
+) -> None:
+    """Raises if a state was broadcast to gradients of another rank of LoRA, or they to it."""
+    triples = zip(slots, gradients, updates, strict=True)
+    pairs = [(s.name, g, u) for s, g, u in triples if not is_empty(g) and not is_empty(u)]
+    after = dict(jax.tree_util.tree_leaves_with_path(new))
+    for path, x in jax.tree_util.tree_leaves_with_path(old):
+        pairs.append((jax.tree_util.keystr(path), x, after.get(path, x)))
+    for name, was, becomes in pairs:
+        if np.shape(was) != np.shape(becomes):
+            raise ValueError(
+                f"state: it is for other shapes than the gradients: {name} would go from "
+                f"{list(np.shape(was))} to {list(np.shape(becomes))}. A state goes with the "
+                "parameters that it was made with: give those, or make a new one by init(params)"
+                f" {see('another-optimizer-state')}"
             )
 
 
@@ -333,7 +368,7 @@ def apply_updates(params: SameTree, updates: Tree) -> SameTree:
       The new parameters, in the dtypes of the old ones.
 
     Raises:
-      ValueError: if the structures differ.
+      ValueError: if the structures or the shapes differ.
 
     Example:
       >>> import jax.numpy as jnp, haiku_implicit as hki
@@ -344,10 +379,12 @@ def apply_updates(params: SameTree, updates: Tree) -> SameTree:
     """
     treedef = treedef_of(params)
     pairs = zip(slots_of(params), align(treedef, updates, "updates"), strict=True)
-    return treedef.unflatten([_added(slot.value, u) for slot, u in pairs])
+    return treedef.unflatten([_added(slot, u) for slot, u in pairs])
 
 
-def _added(p: Array, u: Array) -> Array:
+def _added(slot: Slot, u: Array) -> Array:
+    p = slot.value
     if is_empty(p) or is_empty(u) or not is_inexact(p):
         return p
+    _check_shape(slot, u, "an update")
     return jnp.asarray(p + u).astype(jnp.result_type(p))
