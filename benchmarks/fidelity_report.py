@@ -276,8 +276,9 @@ def _figures(record: dict[str, float]) -> list[str]:
 
 
 def in_order(results: dict[str, Any], names: Iterable[str] = tuple(CASES)) -> dict[str, Any]:
-    """Returns the records of cases, in the order of their names."""
-    return {name: results["cases"][name] for name in names if name in results["cases"]}
+    """Returns the records of cases that have embeddings, too, in the order of their names."""
+    cases = results["cases"]
+    return {name: cases[name] for name in names if "pearson" in cases.get(name, ())}
 
 
 def _perplexity(record: dict[str, float]) -> str:

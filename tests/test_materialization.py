@@ -43,6 +43,61 @@ def line():
     return inspect.currentframe().f_back.f_lineno
 
 
+# --- names of parameters --------------------------------------------------------------------------------
+
+
+@hk.without_apply_rng
+@hk.transform
+def two_tables(x, names=("table",)):
+    def in_module(x):
+        return x + sum(
+            jnp.cumsum(hk.get_parameter(n, [8, 4], init=jnp.ones), 0)[: len(x)] for n in names
+        )
+
+    return hk.to_module(in_module)("two")(in_module(x)) if len(names) == 1 else in_module(x)
+
+
+@pytest.mark.parametrize(
+    "names, targets, expected",
+    [
+        (["table"], "two/.*", "(probably two/table) was"),
+        (["table"], ".*", "(probably ~/table) was"),
+        (["a", "b"], ".*", "(probably one of ~/a, ~/b) was"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_the_message_names_the_parameter_and_the_way_out(names, targets, expected, wrap):
+    x, names = jnp.ones((2, 4)), tuple(names)
+    params = hki.add_lora(two_tables.init(None, x, names), 0, rank=1, targets=targets)
+    apply = hki.transform_implicit(two_tables).apply
+    with hki.materialization("error"), pytest.raises(hki.MaterializationError) as error:
+        wrap(lambda p, x: apply(p, x, names))(params, x)
+    assert expected in str(error.value)
+    only = expected.partition("probably ")[2].partition(")")[0]
+    way_out = "exclude= of" if "one of" in expected else f"exclude={only!r} of"
+    assert f"or leave it dense by {way_out} the edit that made it implicit" in str(error.value)
+
+
+def test_a_product_of_two_makes_the_smaller_one_dense():
+    """A table of positions with LoRA, added to the inputs, would make each weight dense after it."""
+
+    @hk.without_apply_rng
+    @hk.transform
+    def model(x):
+        return hk.Linear(8)(x + hk.get_parameter("table", [16, 8], init=jnp.ones)[: len(x)])
+
+    x = jnp.ones((4, 8))
+    params = hki.add_lora(model.init(jax.random.key(0), x), 0, rank=1, targets=".*/(w|table)")
+    params = jax.tree.map(lambda x: x + 0.1, params)
+    with hki.materialization("allow"), hki.materialization_report() as report:
+        found = hki.transform_implicit(model).apply(params, x)
+    assert [event.shape for event, _ in report] == [(4, 8)]
+    np.testing.assert_allclose(found, model.apply(hki.materialize(params), x), rtol=1e-5)
+    message = "leave the parameter that it is made from dense by exclude= of"
+    with hki.materialization("error"), pytest.raises(hki.MaterializationError, match=message):
+        hki.transform_implicit(model).apply(params, x)
+
+
 # --- policy ---------------------------------------------------------------------------------------------
 
 

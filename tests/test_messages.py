@@ -41,6 +41,11 @@ def product(params):
 LOSS = hki.use_implicit_args(product)
 
 
+def finite_outside():
+    optimizer = optax.apply_if_finite(hki.freeze_declared(optax.sgd(0.1)), 1)
+    optimizer.update(hki.grad(product)(TUNED), optimizer.init(TUNED), TUNED)
+
+
 def plain_optax():
     optimizer = optax.adam(0.1)
     optimizer.update(hki.grad(product)(TUNED), optimizer.init(TUNED), TUNED)
@@ -201,6 +206,7 @@ OF_FROZEN_ARRAYS, OF_FROZEN_ELSEWHERE = sorted(
 MISTAKES = {
     "grad requires real- or complex-valued inputs": lambda: jax.grad(LOSS)(TUNED),
     OF_FROZEN_ARRAYS: plain_optax,
+    "cond branch outputs must": finite_outside,
     "... was used as if it were a dense array.": lambda: product(TUNED),
     "... is None": lambda: LOSS(hki.partition(hki.add_lora(PARAMS, 0, rank=2))[0]),
     "... are None": lambda: LOSS(TRAINED),

@@ -704,6 +704,27 @@ PLAIN = {
 }
 
 
+@pytest.mark.parametrize("ours", [hki.freeze_declared, hki.lora_fa])
+@pytest.mark.parametrize(
+    "wrapper", [optax.MultiSteps, optax.apply_if_finite], ids=["MultiSteps", "apply_if_finite"]
+)
+def test_wrappers_that_compare_or_keep_gradients_belong_inside(ours, wrapper):
+    params = hki.add_lora({"a": {"w": jnp.ones((8, 8))}}, 0, rank=2)
+    grads = hki.grad(lambda params: (jnp.ones((2, 8)) @ params["a"]["w"]).sum())(params)
+    optimizer = wrapper(ours(optax.sgd(0.1)), 1)
+    message = r"(?s)wrappers such as .*MultiSteps and .*apply_if_finite belong inside"
+    with pytest.raises((ValueError, TypeError), match=message):
+        optimizer.update(grads, optimizer.init(params), params)
+    inside = wrapper(optax.sgd(0.1), 1)
+    expected, found = (
+        o.update(grads, o.init(params), params)[0]["a"]["w"].b
+        for o in map(
+            ours, (optax.sgd(0.1), getattr(inside, "gradient_transformation", lambda: inside)())
+        )
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 @pytest.mark.combinations
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("quantized", [True, False])

@@ -23,7 +23,10 @@ from haiku_implicit.core.messages import type_error
 from haiku_implicit.core.typing import DType, EqnParam, Primitive, Result
 
 # An optimizer that meets these zeros was not told which arrays are frozen.
-_WAY_OUT = "the gradient of a frozen array: hki.freeze_declared(optimizer) takes it"
+_WAY_OUT = (
+    "the gradient of a frozen array: hki.freeze_declared(optimizer) takes it; wrappers such as "
+    "optax.MultiSteps and optax.apply_if_finite belong inside"
+)
 
 
 class _TellsTheWayOut(type(SymbolicConstant)):  # type: ignore[misc]

@@ -144,7 +144,8 @@ class _ProgramCache:
         if program.takes != len(leaves):
             # The function closes over tracers of an outer transformation, which became operands.
             return self.call(static, values)
-        return program(leaves)
+        with events.of_arguments(lambda: static.merge(values)):
+            return program(leaves)
 
     def _find(self, key: Any, static: Static, values: list[Array]) -> _Program:
         entry = self._entries.pop(key, None) or _Entry(self._jit(static), {})

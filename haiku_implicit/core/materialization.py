@@ -16,14 +16,25 @@ import re
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
+import jax
 from jax import export
 from jax.extend import source_info_util
 
-from haiku_implicit.core.messages import JAX, LIBRARIES, see, text_table, value_error, warn_caller
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core import containers
+from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.messages import (
+    JAX,
+    LIBRARIES,
+    see,
+    shown,
+    text_table,
+    value_error,
+    warn_caller,
+)
+from haiku_implicit.core.typing import Array, Tree
 
 Policy = Literal["allow", "warn", "error"]
 
@@ -52,6 +63,8 @@ class Materialization:
         any.
       quiet: whether the type says that it is not worth a warning.
       reason: why it had to be dense; `''` if no rule handles it.
+      parameters: in a warning or an error, the paths of the parameters of its type, shape and dtype, of
+        which it is probably one; None if no parameter has its type.
     """
 
     primitive: str
@@ -64,6 +77,7 @@ class Materialization:
     module: str
     quiet: bool = False
     reason: str = ""
+    parameters: tuple[str, ...] | None = None
 
     @property
     def place(self) -> tuple[str, str, str, int]:
@@ -79,12 +93,21 @@ class Materialization:
         return f"{reason} ({', '.join(where)})" if where else reason
 
     def __str__(self) -> str:
-        shape = ",".join(map(str, self.shape))
-        accept = "ccept it in a block `with haiku_implicit.materialization('allow'):`."
-        way = "A" if self.reason else "Add one with haiku_implicit.primitive_handler, or a"
+        shape, names = ",".join(map(str, self.shape)), shown(list(self.parameters or ()), most=3)
+        ways = [] if self.reason else ["add one with haiku_implicit.primitive_handler"]
+        probably = ""
+        if self.parameters is not None:
+            only = len(self.parameters) == 1
+            whose = "it" if names else "the parameter that it is made from"
+            which = repr(names) if only else ""
+            ways.append(f"leave {whose} dense by exclude={which} of the edit that made it implicit")
+            if names:
+                probably = f" (probably {'' if only else 'one of '}{names})"
+        ways.append("accept it in a block `with haiku_implicit.materialization('allow'):`")
+        way_out = ", or ".join(ways)
         return (
-            f"{self.type_name} {self.dtype}[{shape}] was materialized ({self.nbytes:,} bytes), because "
-            f"{self.cause}. {way}{accept}"
+            f"{self.type_name} {self.dtype}[{shape}]{probably} was materialized "
+            f"({self.nbytes:,} bytes), because {self.cause}. {way_out[0].upper()}{way_out[1:]}."
             f" {see('became-dense')}"
         )
 
@@ -166,6 +189,9 @@ _policy: contextvars.ContextVar[Policy] = contextvars.ContextVar("policy", defau
 # The reports whose blocks are active.
 _reports: contextvars.ContextVar[tuple[MaterializationReport, ...]]
 _reports = contextvars.ContextVar("reports", default=())
+# Makes the tree of the arguments of the innermost wrapped function that is running.
+_arguments: contextvars.ContextVar[Callable[[], Tree]]
+_arguments = contextvars.ContextVar("arguments", default=lambda: ())
 
 
 class _Retrace(threading.local):
@@ -238,6 +264,20 @@ def materialization_report() -> Iterator[MaterializationReport]:
 
 
 @contextlib.contextmanager
+def of_arguments(tree: Callable[[], Tree]) -> Iterator[None]:
+    """Lets the messages of a `with` block name the parameters among the arguments of a function.
+
+    Args:
+      tree: makes `(args, kwargs)`, if a message is given.
+    """
+    token = _arguments.set(tree)
+    try:
+        yield
+    finally:
+        _arguments.reset(token)
+
+
+@contextlib.contextmanager
 def recording() -> Iterator[list[Event]]:
     """Collects events instead of delivering them, while a sub-jaxpr is retraced."""
     outer, _retrace.log = _retrace.log, []
@@ -264,7 +304,7 @@ def emit(event: Event) -> None:
     if policy == "allow" or (event.quiet and policy == "warn"):
         return
     if policy == "error":
-        raise MaterializationError(str(event))
+        raise MaterializationError(str(_with_parameters(event)))
     _warn_once(event)
 
 
@@ -300,13 +340,18 @@ def describe(primitive_name: str, x: Array, reason: str = "") -> Materialization
         type_name=type(x).__name__,
         shape=tuple(x.shape),
         dtype=x.dtype.name,
-        nbytes=math.prod(1 if export.is_symbolic_dim(n) else n for n in x.shape) * x.dtype.itemsize,
+        nbytes=dense_nbytes(x),
         file=file,
         line=line,
         module=module,
         quiet=not type(x).warn_on_materialize,
         reason=reason,
     )
+
+
+def dense_nbytes(x: Array) -> int:
+    """The bytes of the dense array; a symbolic length (`jax.export`) counts as one."""
+    return math.prod(1 if export.is_symbolic_dim(n) else n for n in x.shape) * x.dtype.itemsize
 
 
 class _Where(str):
@@ -348,8 +393,33 @@ def _warn_once(event: Materialization) -> None:
     if len(_texts) > _MOST_TEXTS:
         _texts.clear()
         _registry.clear()
-    text = _texts.setdefault((*event.place, event.shape), str(event))
+    text = _texts.get((*event.place, event.shape))
+    if text is None:
+        text = _texts[*event.place, event.shape] = str(_with_parameters(event))
     warnings.warn_explicit(text, MaterializationWarning, event.file, event.line, registry=_registry)
+
+
+def _with_parameters(event: Materialization) -> Materialization:
+    """The event with the parameters of its type, shape and dtype: in its module, or else anywhere.
+
+    The event itself, which caches keep, does not know which array it is from.
+    """
+    tree = containers.opened(_arguments.get()())
+    of_type, found = False, []
+    for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_implicit):
+        # The first two keys say which argument it is.
+        if len(keys) > 2 and type(x).__name__ == event.type_name:
+            of_type = True
+            # A loop over layers takes the first axis from their stacked weights.
+            if x.shape[x.ndim - len(event.shape) :] == event.shape and x.dtype.name == event.dtype:
+                found.append(jax.tree_util.keystr(keys[2:], simple=True, separator="/"))
+    here = [path for path in found if _module_of(path) == event.module]
+    return dataclasses.replace(event, parameters=tuple(here or found) if of_type else None)
+
+
+def _module_of(path: str) -> str:
+    """The module of a parameter, as JAX's name stack names it: `mlp/linear` of `mlp/~/linear/w`."""
+    return "/".join(name for name in path.split("/")[:-1] if name != "~")
 
 
 def _here() -> tuple[str, int, str]:

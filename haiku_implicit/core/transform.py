@@ -12,6 +12,7 @@ import numpy as np
 from haiku_implicit.core import containers
 from haiku_implicit.core.array import ImplicitArray, has_symbolic_shape, is_implicit
 from haiku_implicit.core.interpreter import call_interpreted, densify, materialize_array
+from haiku_implicit.core.materialization import of_arguments
 from haiku_implicit.core.messages import check_function
 from haiku_implicit.core.serialization import naming_lost_types
 from haiku_implicit.core.typing import Array, SameTree, Tree, TreeDef
@@ -124,7 +125,8 @@ def call(fun: Callable[..., Any], static: Static, values: Sequence[Array]) -> Tr
             static_out, results = split(fun(*args, **kwargs))
         return results
 
-    results = call_interpreted(on_values, values)
+    with of_arguments(lambda: static.merge(values)):
+        results = call_interpreted(on_values, values)
     return static_out.merge(map(_with_known_shape, results))
 
 

@@ -146,6 +146,24 @@ def test_lora_fa_follows_the_gradient_of_the_weight(batch):
             wrong.update(of_half, wrong.init(half), half)
 
 
+@pytest.mark.parametrize(
+    "columns, copied",
+    [((1, 1e-3), 0), ((1, 1e-4), 0), ((1e-4, 1e-4), 0), ((1e-2, 0), 0), ((1, 1), 2)],
+)
+def test_lora_fa_with_small_columns(columns, copied):
+    """PEFT's formula in float64 is the inverse of `aᵀ a + 1e-8`."""
+    g, a = numpy_normal((7, 5), 0), numpy_normal((7, 2), 1) * np.float32(columns)
+    a = np.repeat(a[:, :1], 2, 1) if copied else a
+    w = hki.LoRA(*jax.device_put((np.zeros_like(g), a, np.zeros((2, 5), np.float32))))
+    double = a.astype(np.float64)
+    of_b = double.T @ g
+    params, grads = {"w": w}, {"w": jax.tree.map(np.zeros_like, w)._replace(b=np.float32(of_b))}
+    optimizer = hki.lora_fa(optax.sgd(1.0))
+    found = optimizer.update(grads, optimizer.init(params), params)[0]["w"].b
+    want = -np.linalg.inv(double.T @ double + 1e-8 * np.eye(2)) @ of_b
+    np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+
+
 def test_messages():
     params, plus, fa = (
         {"w": jnp.ones((2, 2))},

@@ -38,3 +38,11 @@ def test_with_data_no_type_of_llama_cpp_is_as_good_in_as_many_bits(results):
             if (own := both[f"llama.cpp: {kind}"][1])["bits"] < ours["bits"] + 0.035
         ]
         assert all(own["cosine"] < ours["cosine"] for own in beaten), name
+
+
+def test_a_case_without_all_figures_is_left_out(results):
+    """As `--cases=... --nocosine` records a case that was never measured before."""
+    name = "fp4, 32, mse"
+    others = {key: x for key, x in results["cases"].items() if key != name}
+    new = {**results, "cases": {**others, name: {"perplexity": 60.0}}}
+    assert report.tables(new) == report.tables({**results, "cases": others})

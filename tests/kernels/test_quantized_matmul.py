@@ -777,3 +777,14 @@ print("done")
 @pytest.mark.slow
 def test_two_devices():
     assert run_on_devices(TWO_DEVICES, 2) == "done"
+
+
+@pytest.mark.filterwarnings("ignore:os.fork", "ignore:This process")
+def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent():
+    """A thread that compiles holds the lock; in a child nobody would release it."""
+    with build._registering:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if build._registering.acquire(blocking=False) else 1)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -31,9 +31,9 @@ from haiku_implicit.params.haiku.transformed import (
     takes_implicit,
     transform_implicit,
 )
-from haiku_implicit.params.trees.digests import digest
+from haiku_implicit.params.trees.digests import as_rows, digest, options, split_rows, text_of
 from haiku_implicit.params.trees.trees import check_whole_tree, parameters_of
-from haiku_implicit.training.gradients import slots_of, trained, treedef_of
+from haiku_implicit.training.gradients import is_empty, slots_of, trained, treedef_of
 
 Keys = tuple[str, ...]
 
@@ -197,7 +197,8 @@ class Frozen:
 
         Returns:
           A row `uint32[4]` for each array of all parameters: two numbers for its parameter's types,
-          options and shapes, and two for the bytes of the array if it is frozen.
+          options and shapes, and two for the bytes of the array if it is frozen. Then rows with the
+          text of all types, options, shapes and single numbers, for messages.
 
         Example:
           >>> import haiku as hk, jax, jax.numpy as jnp, haiku_implicit as hki
@@ -211,7 +212,8 @@ class Frozen:
           ...
           ValueError: digests: linear/w/factor has other values than in the model that they are from...
         """
-        return np.stack([row for *_, row in self._digests()])
+        own, texts = self._digests()
+        return np.concatenate([np.stack([row for *_, row in own]), as_rows(texts)])
 
     def check_digests(self, digests: Array) -> None:
         """Raises unless this model's frozen arrays are those of the model that `digests` are from.
@@ -223,20 +225,22 @@ class Frozen:
           ValueError: for another base, or for an adapter or quantized weights with other options. It
             names the first parameter that differs.
         """
-        own, saved = self._digests(), np.asarray(digests)
-        if saved.ndim != 2:
+        saved = np.asarray(digests)
+        if saved.ndim != 2 or saved.shape[1] != 4:
             raise type_error(
                 f"digests: expected the result of model.digests(), got {type(digests).__name__}"
             )
+        (own, texts), (saved, expected) = self._digests(), split_rows(saved)
         for (parameter, array, row), other in zip(own, saved, strict=False):
             if not np.array_equal(row, other):
                 if np.array_equal(row[:2], other[:2]):
                     found = f"{array} has other values"
                 else:
                     found = f"{parameter} has another type, another shape or other options"
+                how = _difference(parameter, texts, expected)
                 raise ValueError(
-                    f"digests: {found} than in the model that they are from. Give hki.freeze the same "
-                    "base, quantization, adapter, alpha= and trainable_dense="
+                    f"digests: {found} than in the model that they are from{how}. Give hki.freeze "
+                    "the same base, quantization, adapter, alpha= and trainable_dense="
                     f" {see('another-base')}"
                 )
         if len(saved) != len(own):
@@ -245,10 +249,14 @@ class Frozen:
                 f" {see('another-base')}"
             )
 
-    def _digests(self) -> list[tuple[str, str, np.ndarray]]:
-        """The paths of the parameter and the array, and the digests, of each array."""
+    def _digests(self) -> tuple[list[tuple[str, str, np.ndarray]], dict[str, str]]:
+        """The paths of the parameter and the array, and the digests, of each array; texts of them."""
         inner: Any = self.whole  # a model that was frozen before
-        return [*(inner._digests() if isinstance(inner, Frozen) else []), *self._halves.digests()]
+        found, texts = self._halves.digests()
+        if not isinstance(inner, Frozen):
+            return found, texts
+        before, others = inner._digests()
+        return [*before, *found], others | texts
 
 
 class FrozenTransformed(Frozen, hk.Transformed):
@@ -273,6 +281,16 @@ class FrozenMultiTransformedWithState(Frozen, hk.MultiTransformedWithState):
     """An `hk.MultiTransformedWithState` that holds frozen parameters; see `freeze`."""
 
     whole: hk.MultiTransformedWithState
+
+
+def _difference(path: str, own: dict[str, str], expected: dict[str, str]) -> str:
+    """The first type, option, shape or number of a parameter that differs; empty if none is known."""
+    for key in {**expected, **own}:
+        if (key == path or key.startswith((f"{path}/", f"{path}:"))) and expected:
+            wanted, got = (texts.get(key, "nothing") for texts in (expected, own))
+            if wanted != got:
+                return f" ({key}: expected {wanted}, got {got})"
+    return ""
 
 
 _KINDS: dict[type, Any] = {
@@ -354,17 +372,21 @@ class _Halves(NamedTuple):
         values = [next(own if flag else frozen) for flag in self.flags]
         return self.treedef.unflatten(values)
 
-    def digests(self) -> list[tuple[str, str, np.ndarray]]:
-        """The paths of the parameter and the array, and the digests, of each array."""
+    def digests(self) -> tuple[list[tuple[str, str, np.ndarray]], dict[str, str]]:
+        """The paths of the parameter and the array, and the digests, of each array; texts of them."""
         shapes, frozen, found = self.shapes(), self.frozen.each(), []
         structures = {p.path: digest(p.value) for p in parameters_of(shapes)}
+        texts = {k: x for p in parameters_of(shapes) for k, x in options(p.path, p.value).items()}
         for slot, is_trained in zip(slots_of(shapes), self.flags, strict=True):
             path = "/".join(slot.path[: len(slot.path) - len(slot.fields)])
-            content = digest(slot.value if is_trained else next(frozen))
+            value = slot.value if is_trained else next(frozen)
+            content = digest(value)
+            if not is_empty(value):
+                texts[slot.name] = text_of(value) + (", trained" if is_trained else "")
             of_parameter = structures.get(path, digest(None))  # (None is no parameter)
             row = np.frombuffer(bytes.fromhex(of_parameter + content), np.uint32)
             found.append((path, slot.name, row))
-        return found
+        return found, texts
 
     def shapes(self) -> Params:
         """The structs of all parameters."""
@@ -420,12 +442,13 @@ def _split(params: Params, trainable_dense: Targets, by_reference: bool) -> _Hal
     )
     frozen = [slot.value for slot in others]
     by_reference = by_reference and compat.new_ref is not None and _is_placed(frozen)
+    held = _Held(frozen, by_reference)
     return _Halves(
         treedef=treedef_of(params),
         flags=tuple(flags),
         names=_unique([slot.keys for slot in own]),
-        frozen=_Held(frozen, by_reference),
-        initial=tuple(jnp.copy(slot.value) for slot in own),
+        frozen=held,
+        initial=tuple(held.beside(slot.value) for slot in own),
     )
 
 
@@ -487,6 +510,18 @@ class _Held:
         with constants():
             arrays = {id(ref): ref[...] for ref in self._refs}
         return [arrays.get(id(x), x) for x in self._values]
+
+    def beside(self, x: Any) -> jax.Array:
+        """A copy of an array, placed on the device of the references if that is one device.
+
+        To JAX each reference is placed, and so is each result of a program that has some. If the first
+        arguments of a step were not placed, but its results were, then JAX would compile it twice.
+        """
+        copy = jnp.copy(x)
+        devices = {device for ref in self._refs for device in ref.sharding.device_set}
+        if len(devices) != 1 or getattr(copy, "committed", True):
+            return copy
+        return jax.device_put(copy, *devices)
 
     def each(self) -> Iterator[Array]:
         """The arrays, of which only one is copied at a time."""

@@ -1,11 +1,13 @@
 """Digests of arrays, by which files tell whether frozen weights are still the same."""
 
 import hashlib
+import json
+import zlib
 
 import jax
 import numpy as np
 
-from haiku_implicit.core.array import flatten_one_level, is_implicit, static_items
+from haiku_implicit.core.array import data_names, flatten_one_level, is_implicit, static_items
 from haiku_implicit.core.typing import Array
 
 
@@ -37,3 +39,42 @@ def digest(value: Array) -> str:
 
     add(value)
     return found.hexdigest()
+
+
+def options(path: str, value: Array) -> dict[str, str]:
+    """The types and static metadata of an array and of the implicit arrays in it, by their names."""
+    if not is_implicit(value):
+        return {}
+    found = {f"{path}: type": type(value).__name__}
+    found |= {f"{path}: {name}": repr(x) for name, x in static_items(value).items()}
+    for name in data_names(type(value)):
+        found |= options(f"{path}/{name}", getattr(value, name))
+    return found
+
+
+def text_of(value: Array) -> str:
+    """The dtype and the shape of an array or a struct, and the value of a single number."""
+    if not hasattr(value, "dtype"):  # a Python number
+        return repr(value)
+    text = f"{value.dtype}{list(value.shape)}"
+    is_known = not isinstance(value, jax.ShapeDtypeStruct) and np.size(value) == 1
+    if is_known and jax.dtypes.issubdtype(value.dtype, np.number):
+        text += f" {np.asarray(value).item()}"
+    return text
+
+
+def as_rows(texts: dict[str, str]) -> np.ndarray:
+    """Texts as rows of an array of digests, whose first row `0, 0, 0, bytes` no digest is."""
+    packed = zlib.compress(json.dumps(texts).encode())
+    packed += bytes(-len(packed) % 16)
+    rows = np.frombuffer(packed, np.uint32).reshape(-1, 4)
+    return np.concatenate([np.array([[0, 0, 0, len(packed)]], np.uint32), rows])
+
+
+def split_rows(rows: np.ndarray) -> tuple[np.ndarray, dict[str, str]]:
+    """The digests, and the texts that `as_rows` put behind them; older files have none."""
+    starts = np.flatnonzero(~rows[:, :3].any(1))
+    if not starts.size:
+        return rows, {}
+    packed = np.ascontiguousarray(rows[starts[0] + 1 :], np.uint32).tobytes()
+    return rows[: starts[0]], json.loads(zlib.decompressobj().decompress(packed))

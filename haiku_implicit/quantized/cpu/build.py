@@ -53,6 +53,16 @@ class BuildError(Exception):
 _registering = threading.Lock()
 
 
+def _renew_lock() -> None:
+    """In a forked process no thread will release the lock of a thread that compiles in its parent."""
+    global _registering
+    _registering = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # (not on Windows)
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 def available() -> bool:
     """Whether the kernels can be called. The first call loads them, or compiles them."""
     if os.environ.get("HAIKU_IMPLICIT_NATIVE", "1") == "0":
