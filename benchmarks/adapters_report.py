@@ -16,6 +16,14 @@ Results = dict[str, Any]
 
 
 TASKS = ("smollm", "proteinmpnn")
+# The kinds of the short table, as the page writes them: four of the best, and DoRA.
+SHORT = {
+    "rsLoRA": '`"lora"`, `rank_stabilized=True` (rsLoRA)',
+    "HiRA": '`"hira"`',
+    "LoRA+": '`"lora"` with [LoRA+](#lora-and-lora-fa)',
+    "GraLoRA": '`"gralora"`',
+    "DoRA": '`"dora"`',
+}
 
 
 def results_path(task: str) -> pathlib.Path:
@@ -24,9 +32,10 @@ def results_path(task: str) -> pathlib.Path:
 
 def write(task: str) -> None:
     """Updates the table of a task, and the picture."""
-    results = read(task)
-    markdown.replace(DOCUMENTS, {task: table(results), f"about {task}": about(results)})
-    draw([read(name) for name in TASKS])
+    results, both = read(task), [read(name) for name in TASKS]
+    tables = {task: table(results), f"about {task}": about(results), "best": short_table(both)}
+    markdown.replace(DOCUMENTS, tables)
+    draw(both)
 
 
 def read(task: str) -> Results:
@@ -69,6 +78,17 @@ def has_own_size(results: Results, name: str) -> bool:
 def table(results: Results) -> str:
     """The table of a task: a row for each kind, and the range of its runs."""
     return markdown.table(HEADER, [row(results, name) for name in in_order(results)])
+
+
+def short_table(both: list[Results]) -> str:
+    """The differences from LoRA in both tasks, and the least and the largest time of a step."""
+    header = ["adapter", "loss, less LoRA's: SmolLM2", "ProteinMPNN", "time of a step, LoRA's is 1"]
+    rows = []
+    for name, shown in SHORT.items():
+        losses = [f"{statistics.mean(to_lora(results, name)):+.3f}" for results in both]
+        times = sorted(f"{relative_time(results['kinds'][name]):.1f}" for results in both)
+        rows.append([shown, *losses, " to ".join(dict.fromkeys(times))])
+    return markdown.table(header, rows)
 
 
 def row(results: Results, name: str) -> list[str]:

@@ -104,21 +104,13 @@ def apply(primitive: Primitive, operands: Sequence[Array], params: EqnParams) ->
         out = _call_rule(_on_equivalents, primitive, list(operands), params)
         if out is not NotImplemented:
             return list(out) if primitive.multiple_results else [out]
-    return _with_one_dense(primitive, operands, params)
-
-
-def _with_one_dense(primitive: Primitive, operands: list[Array], params: EqnParams) -> list[Array]:
-    """Runs a primitive for which no rule was found, with the smallest implicit operand made dense.
-
-    A rule may handle the others then: weights beside an activation that is implicit, too.
-    """
-    smallest = min(filter(is_implicit, operands), key=events.dense_nbytes)
-    dense = densify(smallest, primitive.name)
+    dense = [densify(x, primitive.name) for x in operands]
     # A constant is the same on all devices of a `shard_map`; the other operands may vary.
-    dense = compat.vary_like(dense, jax.tree.leaves([x for x in operands if x is not smallest]))
-    operands = [dense if x is smallest else x for x in operands]
-    run = apply if any(map(is_implicit, operands)) else bind
-    return run(primitive, operands, params)
+    dense = [
+        compat.vary_like(y, dense) if is_implicit(x) else y
+        for x, y in zip(operands, dense, strict=True)
+    ]
+    return bind(primitive, dense, params)
 
 
 def default_handler(primitive: Primitive, *args: Array, **params: EqnParam) -> Result:

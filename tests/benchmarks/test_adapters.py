@@ -24,6 +24,8 @@ def test_the_recorded_results_are_those_of_the_page(recorded, task):
     (page,) = adapters_report.DOCUMENTS
     table = adapters_report.table(recorded)
     assert f"<!-- {task} -->\n{table}\n<!-- end -->" in page.read_text()
+    short = adapters_report.short_table(list(map(adapters_report.read, adapters_report.TASKS)))
+    assert f"<!-- best -->\n{short}\n<!-- end -->" in page.read_text()
 
 
 def test_which_kinds_are_not_as_large_as_lora(recorded):
