@@ -285,7 +285,13 @@ def encode_node(node: Node, aux: Sequence[Any]) -> Json:
 
 def decode_node(node: Node, data: Json) -> tuple[Any, ...]:
     children, names = node.fields()
-    found, own = data["static"], [name.lstrip("_") for name in names]
+    found, own = dict(data["static"]), [name.lstrip("_") for name in names]
+    # A file from before the class had a field has its default.
+    fields = dataclasses.fields(node.kind) if dataclasses.is_dataclass(node.kind) else ()
+    for field in fields:
+        lacks = field.name in own and field.name not in found
+        if lacks and field.default is not dataclasses.MISSING:
+            found[field.name] = encode(field.default)
     if data["children"] != list(children) or sorted(found) != sorted(own):
         raise value_error(
             f"{node.name}: the file has the fields {data['children']} and static {sorted(found)}, the "

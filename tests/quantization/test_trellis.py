@@ -11,6 +11,7 @@ import pytest
 
 import haiku_implicit as hki
 from haiku_implicit.adapters import Hadamard, Rotated
+from haiku_implicit.core import serialization
 from haiku_implicit.quantized.cpu import build, native
 from haiku_implicit.quantized.types import trellis
 from tests.dense_twin import same_without_dense
@@ -346,6 +347,18 @@ def test_rotated_inputs_are_rounded(tmp_path):
     plain = hki.quantize_activations(later, None)
     np.testing.assert_allclose(found, x @ hki.materialize(w), atol=0.02 * np.abs(wanted).max())
     assert plain["m"]["w"].w.matrix.activation is None
+
+
+def test_files_from_before_there_were_rounded_activations():
+    w = made()
+    node = serialization.node_of(w)
+    _, aux = node.parts(w)
+    data = serialization.encode_node(node, aux)
+    assert data["static"].pop("activation") is None
+    assert serialization.decode_node(node, data) == tuple(aux)
+    del data["static"]["bits"]
+    with pytest.raises(ValueError, match="the class now has"):
+        serialization.decode_node(node, data)
 
 
 @pytest.mark.slow
