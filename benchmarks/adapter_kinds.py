@@ -35,6 +35,7 @@ class Kind:
     first: int = -5
 
 
+ALPHA = 2  # alpha / rank of all kinds that have both
 LORA = dict(rank=8, alpha=16.0)
 FA = dict(rank=16, alpha=32.0), dict(rank=19, alpha=38.0)
 RAND = dict(rank=22, alpha=44.0), dict(rank=5, alpha=10.0)
@@ -85,8 +86,7 @@ def optimizer_of(kind: Kind) -> optax.GradientTransformation:
         return adam
     if kind.optimizer == "lora+":
         return optax.chain(adam, hki.scale_by_lora_plus(PLUS))
-    # (Without the correction of `hki.lora_fa`: it was not there when the table was measured.)
-    return hki.freeze_keys(adam, hki.LoRA, ["a"])
+    return hki.lora_fa(adam, scale=ALPHA)
 
 
 def factor_of(path: Any) -> str:
