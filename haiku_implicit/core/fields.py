@@ -28,7 +28,8 @@ def aux_field(**kwargs: Any) -> Any:
     Its value must be hashable and comparable, since it becomes part of the pytree structure.
 
     Args:
-      **kwargs: the arguments of `dataclasses.field`.
+      **kwargs: the arguments of `dataclasses.field`. `metadata={"later": True}` marks a field that the
+        class got when files of it existed: digests then leave out its default.
     """
     return dataclasses.field(metadata={**kwargs.pop("metadata", {}), **STATIC}, **kwargs)
 

@@ -175,9 +175,8 @@ def _corrected(grad: Array, slot: Slot, fields: dict[str, Array], scale: float |
         )
     a = jnp.asarray(fields["a"], jnp.promote_types(fields["a"].dtype, jnp.float32))
     size = jnp.square(1 if own is None else jnp.asarray(own))[..., None, None]
-    new = (
-        _inverse_gram(a) @ grad.astype(a.dtype) / jnp.where(size == 0, 1, size)
-    )  # (of zero is zero)
+    size = jnp.where(size == 0, 1, size)  # (The gradient is zero then.)
+    new = _inverse_gram(a) @ grad.astype(a.dtype) / size
     return new.astype(grad.dtype)
 
 
@@ -188,7 +187,7 @@ def _inverse_gram(a: Array) -> Array:
     are three digits smaller than others. Values that are zero but for rounding have the inverse zero.
     """
     _, s, vt = jnp.linalg.svd(jnp.linalg.qr(a, mode="r"), full_matrices=False)
-    least = max(a.shape[-2:]) * jnp.finfo(s.dtype).eps * s[..., :1]
+    least = a.shape[-1] * jnp.finfo(s.dtype).eps * s[..., :1]
     inverse = jnp.where(s > least, 1 / (jnp.square(s) + 1e-8), 0)
     return (vt.mT * inverse[..., None, :]) @ vt.conj()
 

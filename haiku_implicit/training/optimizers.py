@@ -293,7 +293,7 @@ def _check_gradients(
                 "freeze_subtrees"
                 f" {see('gradients-of-other-arrays')}"
             )
-        if not is_empty(gradient) and not is_empty(slot.value):
+        if is_trained and not is_empty(gradient) and not is_empty(slot.value):
             _check_shape(slot, gradient, "a gradient")
         is_dense = not slot.fields and not is_empty(slot.value) and is_inexact(slot.value)
         if is_dense and is_marked and not is_trained and not is_empty(gradient):
@@ -306,8 +306,8 @@ def _check_gradients(
 
 
 def _check_shape(slot: Slot, x: Array, kind: str) -> None:
-    """Raises for a gradient or an update that would be broadcast to its parameter."""
-    if np.shape(x) != np.shape(slot.value):
+    """Raises for a gradient or an update that would be broadcast to its parameter, unless it is a number."""
+    if np.shape(x) not in ((), np.shape(slot.value)):
         raise ValueError(
             f"{slot.name}: expected {kind} in the shape {list(np.shape(slot.value))}, got "
             f"{list(np.shape(x))}. It is of other parameters, such as LoRA of another rank"

@@ -442,13 +442,12 @@ def _split(params: Params, trainable_dense: Targets, by_reference: bool) -> _Hal
     )
     frozen = [slot.value for slot in others]
     by_reference = by_reference and compat.new_ref is not None and _is_placed(frozen)
-    held = _Held(frozen, by_reference)
     return _Halves(
         treedef=treedef_of(params),
         flags=tuple(flags),
         names=_unique([slot.keys for slot in own]),
-        frozen=held,
-        initial=tuple(held.beside(slot.value) for slot in own),
+        frozen=_Held(frozen, by_reference),
+        initial=tuple(jnp.copy(slot.value) for slot in own),
     )
 
 
@@ -510,18 +509,6 @@ class _Held:
         with constants():
             arrays = {id(ref): ref[...] for ref in self._refs}
         return [arrays.get(id(x), x) for x in self._values]
-
-    def beside(self, x: Any) -> jax.Array:
-        """A copy of an array, placed on the device of the references if that is one device.
-
-        To JAX each reference is placed, and so is each result of a program that has some. If the first
-        arguments of a step were not placed, but its results were, then JAX would compile it twice.
-        """
-        copy = jnp.copy(x)
-        devices = {device for ref in self._refs for device in ref.sharding.device_set}
-        if len(devices) != 1 or getattr(copy, "committed", True):
-            return copy
-        return jax.device_put(copy, *devices)
 
     def each(self) -> Iterator[Array]:
         """The arrays, of which only one is copied at a time."""

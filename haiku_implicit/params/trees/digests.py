@@ -1,8 +1,10 @@
 """Digests of arrays, by which files tell whether frozen weights are still the same."""
 
+import dataclasses
 import hashlib
 import json
 import zlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +22,7 @@ def digest(value: Array) -> str:
 
     def add(x: Array) -> None:
         if is_implicit(x):
-            found.update(f"{type(x).__name__}{sorted(static_items(x).items())}".encode())
+            found.update(f"{type(x).__name__}{_static(x)}".encode())
             for part in flatten_one_level(x)[0]:
                 add(part)
             return
@@ -39,6 +41,13 @@ def digest(value: Array) -> str:
 
     add(value)
     return found.hexdigest()
+
+
+def _static(x: Array) -> list[tuple[str, Any]]:
+    """The static metadata; fields that a class got later count from their first other value on."""
+    later = {f.name: f.default for f in dataclasses.fields(x) if f.metadata.get("later")}
+    items = sorted(static_items(x).items())
+    return [(name, own) for name, own in items if name not in later or own != later[name]]
 
 
 def options(path: str, value: Array) -> dict[str, str]:
@@ -77,4 +86,8 @@ def split_rows(rows: np.ndarray) -> tuple[np.ndarray, dict[str, str]]:
     if not starts.size:
         return rows, {}
     packed = np.ascontiguousarray(rows[starts[0] + 1 :], np.uint32).tobytes()
-    return rows[: starts[0]], json.loads(zlib.decompressobj().decompress(packed))
+    try:
+        texts = json.loads(zlib.decompressobj().decompress(packed))
+    except (zlib.error, ValueError):  # damaged; only messages need them
+        texts = {}
+    return rows[: starts[0]], texts

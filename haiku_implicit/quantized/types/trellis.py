@@ -113,7 +113,7 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
     length: int = aux_field()
     bits: int = aux_field()
     axis: int = aux_field(default=-1)
-    activation: str | None = aux_field(default=None)
+    activation: str | None = aux_field(default=None, metadata={"later": True})
 
     default_dtype = jnp.float32
 
