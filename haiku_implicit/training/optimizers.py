@@ -306,7 +306,7 @@ def _check_gradients(
 
 
 def _check_shape(slot: Slot, x: Array, kind: str) -> None:
-    """Raises for a gradient or an update that would be broadcast to its parameter, unless it is a number."""
+    """Raises for a gradient or an update of another shape, which would be broadcast; numbers may be."""
     if np.shape(x) not in ((), np.shape(slot.value)):
         raise ValueError(
             f"{slot.name}: expected {kind} in the shape {list(np.shape(slot.value))}, got "

@@ -147,12 +147,19 @@ def test_lora_fa_follows_the_gradient_of_the_weight(batch):
 
 
 @pytest.mark.parametrize(
-    "columns, copied",
-    [((1, 1e-3), 0), ((1, 1e-4), 0), ((1e-4, 1e-4), 0), ((1e-2, 0), 0), ((1, 1), 2)],
+    "columns, copied, n",
+    [
+        ((1, 1e-3), 0, 7),
+        ((1, 1e-4), 0, 7),
+        ((1, 1e-4), 0, 16384),
+        ((1e-4, 1e-4), 0, 7),
+        ((1e-2, 0), 0, 7),
+        ((1, 1), 2, 7),
+    ],
 )
-def test_lora_fa_with_small_columns(columns, copied):
+def test_lora_fa_with_small_columns(columns, copied, n):
     """PEFT's formula in float64 is the inverse of `aᵀ a + 1e-8`."""
-    g, a = numpy_normal((7, 5), 0), numpy_normal((7, 2), 1) * np.float32(columns)
+    g, a = numpy_normal((n, 5), 0), numpy_normal((n, 2), 1) * np.float32(columns)
     a = np.repeat(a[:, :1], 2, 1) if copied else a
     w = hki.LoRA(*jax.device_put((np.zeros_like(g), a, np.zeros((2, 5), np.float32))))
     double = a.astype(np.float64)

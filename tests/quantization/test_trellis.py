@@ -12,6 +12,7 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.adapters import Hadamard, Rotated
 from haiku_implicit.core import serialization
+from haiku_implicit.params.trees import digests
 from haiku_implicit.quantized.cpu import build, native
 from haiku_implicit.quantized.types import trellis
 from tests.dense_twin import same_without_dense
@@ -356,6 +357,10 @@ def test_files_from_before_there_were_rounded_activations():
     data = serialization.encode_node(node, aux)
     assert data["static"].pop("activation") is None
     assert serialization.decode_node(node, data) == tuple(aux)
+    words = jnp.arange(64 * 6, dtype=jnp.uint16).reshape(64, 6)
+    plain = hki.TrellisMatrix(words, length=32, bits=3, axis=-1)
+    assert digests.digest(plain) == "ff4b05efbbaf3265"  # by the version before
+    assert digests.digest(plain.with_activation("int8")) != "ff4b05efbbaf3265"
     del data["static"]["bits"]
     with pytest.raises(ValueError, match="the class now has"):
         serialization.decode_node(node, data)
