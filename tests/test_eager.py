@@ -76,8 +76,11 @@ def test_what_is_traced_anew():
         assert f(X) == 1, "x64"
     assert f(X) == 0
 
+    class Other(hki.LoRA):
+        """No type that the pages list the rules of."""
+
     @hki.primitive_handler("erf_inv")
-    def declines(primitive, x: hki.LoRA, **params):
+    def declines(primitive, x: Other, **params):
         return NotImplemented
 
     assert [f(X), f(X)] == [1, 0], "a new rule"
