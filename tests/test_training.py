@@ -452,6 +452,20 @@ def test_arrays_of_another_rank_are_not_broadcast(of_state, of_gradient, with_pa
         optimizer.update(gradients[of_gradient], states[of_state], params[of_state])
 
 
+def test_the_history_of_an_optimizer_may_grow():
+    grow = optax.GradientTransformation(
+        lambda params: jnp.zeros(0),
+        lambda updates, state, params=None: (updates, jnp.append(state, 1.0)),
+    )
+    optimizer = hki.freeze_declared(grow)
+    params = {"linear": {"w": jnp.ones(3)}}
+    state = optimizer.init(params)
+    for _ in range(2):
+        updates, state = optimizer.update(params, state, params)
+    assert state.shape == (2,)
+    np.testing.assert_array_equal(updates["linear"]["w"], 1)
+
+
 def test_errors_of_an_optimizer_stay_as_they_are():
     def update(updates, state, params=None):
         raise TypeError("of this optimizer")

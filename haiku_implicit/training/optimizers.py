@@ -321,14 +321,16 @@ def _check_state_shapes(
     """Raises if a state was broadcast to gradients of another rank of LoRA, or they to it."""
     triples = zip(slots, gradients, updates, strict=True)
     pairs = [(s.name, g, u) for s, g, u in triples if not is_empty(g) and not is_empty(u)]
-    after = dict(jax.tree_util.tree_leaves_with_path(new))
+    of_new = dict(jax.tree_util.tree_leaves_with_path(new))
     for path, x in jax.tree_util.tree_leaves_with_path(old):
-        pairs.append((jax.tree_util.keystr(path), x, after.get(path, x)))
+        pairs.append((jax.tree_util.keystr(path), x, of_new.get(path, x)))
     for name, was, becomes in pairs:
-        if np.shape(was) != np.shape(becomes):
+        before, after = np.shape(was), np.shape(becomes)
+        # Factors have two axes or more. An optimizer's own history, of one, may grow.
+        if before != after and len(before) == len(after) > 1:
             raise ValueError(
                 f"state: it is for other shapes than the gradients: {name} would go from "
-                f"{list(np.shape(was))} to {list(np.shape(becomes))}. A state goes with the "
+                f"{list(before)} to {list(after)}. A state goes with the "
                 "parameters that it was made with: give those, or make a new one by init(params)"
                 f" {see('another-optimizer-state')}"
             )
