@@ -340,18 +340,13 @@ def describe(primitive_name: str, x: Array, reason: str = "") -> Materialization
         type_name=type(x).__name__,
         shape=tuple(x.shape),
         dtype=x.dtype.name,
-        nbytes=dense_nbytes(x),
+        nbytes=math.prod(1 if export.is_symbolic_dim(n) else n for n in x.shape) * x.dtype.itemsize,
         file=file,
         line=line,
         module=module,
         quiet=not type(x).warn_on_materialize,
         reason=reason,
     )
-
-
-def dense_nbytes(x: Array) -> int:
-    """The bytes of the dense array; a symbolic length (`jax.export`) counts as one."""
-    return math.prod(1 if export.is_symbolic_dim(n) else n for n in x.shape) * x.dtype.itemsize
 
 
 class _Where(str):
