@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Self
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_implicit.adapters.hadamard import multiply_blocks
 from haiku_implicit.arrays.axes import filled_outside, takes_whole_rows
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.binary import BinaryCall, binary_handler
@@ -276,39 +276,15 @@ class Hadamard(Operator):
         bits = packed[:, None] >> np.arange(8, dtype=np.uint8) & 1
         signs = (1 - 2 * bits.reshape(-1)[: self.length].astype(np.int8)).astype(wide.dtype)
         if self.is_inverse:
-            return (self._spread(wide) * signs).astype(x.dtype)
-        return self._spread(wide * signs).astype(x.dtype)
-
-    def _spread(self, x: jax.Array) -> jax.Array:
-        """Multiplies blocks by a Hadamard matrix; a large one as a (Kronecker) product of two."""
-        columns = self.block if self.block <= _ONE_PRODUCT else _COLUMNS
-        left, right = _hadamard(self.block // columns), _hadamard(columns)
-        parts = x.reshape(*x.shape[:-1], -1, len(left), columns)
-        product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-        if len(left) > 1:
-            parts = product("pr,...rq->...pq", left.astype(x.dtype), parts)
-        parts = product("...pq,qs->...ps", parts, right.astype(x.dtype))
-        return parts.reshape(x.shape) * (1 / math.sqrt(self.block))
+            return (multiply_blocks(wide, self.block) * signs).astype(x.dtype)
+        return multiply_blocks(wide * signs, self.block).astype(x.dtype)
 
     def transposed(self) -> "Hadamard":
         return self._replace(is_inverse=not self.is_inverse)
 
 
-# The fastest sizes on a CPU, for one row and for 128.
-_ONE_PRODUCT = 128
-_COLUMNS = 64
-
-
 def _sign_bits(length: int, seed: int) -> np.ndarray:
     return np.random.RandomState(seed).randint(0, 256, -(-length // 8)).astype(np.uint8)
-
-
-def _hadamard(size: int) -> np.ndarray:
-    """The Hadamard matrix of a power of two, of ones and minus ones."""
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix
 
 
 @primitive_handler("convert_element_type")

@@ -19,6 +19,7 @@ extern "C" XLA_FFI_Error* QuantizedMatmul(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* IntegerMatmul(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* TrellisMatmul(XLA_FFI_CallFrame*);
 extern "C" XLA_FFI_Error* TrellisDecode(XLA_FFI_CallFrame*);
+extern "C" XLA_FFI_Error* Hadamard(XLA_FFI_CallFrame*);
 
 namespace {
 
@@ -320,6 +321,23 @@ void check_trellis(int64_t bits, int64_t rows, int64_t count, int64_t steps, int
   }
 }
 
+void check_rotation(int64_t m, int64_t block, std::mt19937& random) {
+  const int64_t length = 3 * block;
+  std::vector<float> x(m * length), y(m * length);
+  std::vector<double> want(m * length);
+  for (float& one : x) one = random() % 256 / 64.0f - 2;
+  for (int64_t i = 0; i < m * length; ++i)
+    for (int64_t k = 0; k < block; ++k)
+      want[i] += x[i / block * block + k] * (__builtin_parity(i % block & k) ? -1 : 1) / std::sqrt(block);
+  Frame frame;
+  frame.buffer(XLA_FFI_DataType_F32, x.data(), {m, length}, false);
+  frame.buffer(XLA_FFI_DataType_F32, y.data(), {m, length}, true);
+  frame.number<int64_t>("block", block);
+  frame.call(Hadamard);
+  const Format format = {"a rotation", {0, 0}, 0, 0, {}};
+  compare(Matrix(format, m, length, block, false, false, random), "product", m, y, want);
+}
+
 }  // namespace
 
 int main(int count, char** args) {
@@ -360,6 +378,8 @@ int main(int count, char** args) {
       Matrix w(formats[m % 2 ? 3 : 4], 300, 512, group, group == 64, false, random);
       check_floats(w, m, false, 0, random);
     }
+  for (int64_t block : {8, 16, 32, 64, 128, 1024})
+    for (int64_t m : {1, 70}) check_rotation(m, block, random);
   for (int64_t bits : {2, 3, 4})
     for (int64_t steps : {32, 96, 256})
       for (int64_t m : {1, 3, 8, 11}) check_trellis(bits, 1 + random() % 70, 1 + random() % 3, steps, m, random);

@@ -282,6 +282,40 @@ def test_hadamard_is_a_rotation(length):
     same_without_dense(lambda x, r: (x @ r, r @ x.T, x @ r.T), x, rotation, rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("block", "dtype", "tolerance"),
+    [(4, "float32", 1e-6), (8, "float32", 1e-6), (16, "bfloat16", 1e-2), (32, "float16", 1e-3)]
+    + [(64, "float32", 1e-6), (128, "float32", 1e-6), (256, "float32", 1e-6)],
+)
+def test_rotations_by_the_kernel(block, dtype, tolerance):
+    """All numbers of passes; products, transposes, gradients and batches."""
+    x, rotation = normal((2, 5, 3 * block)).astype(dtype), Hadamard.random(3 * block)
+
+    def run(x):
+        gradient = jax.grad(lambda x: (rotation.times(x[0]) ** 2 * jnp.arange(3 * block)).sum())
+        back = rotation.transposed()
+        mapped = [jax.vmap(r.times, 1, 1)(x) for r in (rotation, back)]
+        return *mapped, gradient(x.astype(jnp.float32))
+
+    program = jax.jit(run).lower(x)
+    assert ("haiku_implicit_Hadamard" in program.as_text()) == (block >= 8 and build.available())
+    both = [[(i & j).bit_count() for j in range(block)] for i in range(block)]
+    matrix = np.kron(np.eye(3), (-1.0) ** np.array(both)) / block**0.5
+    first = np.random.RandomState(0).randint(0, 256, -(-3 * block // 8)).astype(np.uint8)
+    signs = 1 - 2.0 * np.unpackbits(first, bitorder="little")[: 3 * block]
+    matrix = signs[:, None] * matrix
+    wide = np.asarray(x, np.float64)
+    gradient = np.zeros_like(wide)
+    gradient[0] = 2 * wide[0] @ matrix * np.arange(3 * block) @ matrix.T
+    for got, want in zip(
+        program.compile()(x), (wide @ matrix, wide @ matrix.T, gradient), strict=True
+    ):
+        atol = tolerance * np.abs(want).max()
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=atol)
+    np.testing.assert_array_equal(rotation.times(x[0]), jax.jit(rotation.times)(x[0]))
+
+
 def test_rotation_spreads_outliers():
     """One large input spoils the others' scale without a rotation."""
     w = normal((128, 32)).at[7].mul(30)

@@ -2,7 +2,8 @@
 
 `QuantizedMatmul` decodes the matrix and multiplies floats, `IntegerMatmul` multiplies integer codes
 with activations rounded to int8. `TrellisMatmul` decodes trellis codes and multiplies integers,
-`TrellisDecode` decodes them, and `TrellisEncode` makes them. `build` compiles them.
+`TrellisDecode` decodes them, and `TrellisEncode` makes them. `Hadamard` rotates activations. `build`
+compiles them.
 """
 
 from collections.abc import Callable
@@ -138,6 +139,12 @@ def _table(fmt: formats.Format) -> np.ndarray:
         return np.resize(np.asarray(fmt.table, np.float32), 16)
     codes = np.arange(max(16, 2**fmt.bits), dtype=np.uint8).view(fmt.dtype)
     return codes.astype(np.float32) - np.float32(fmt.bias)
+
+
+def multiply_hadamard(x: jax.Array, *, block: int) -> Any:
+    """Multiplies blocks of float32 numbers, as `adapters.hadamard.multiply_blocks` does."""
+    call = jax.ffi.ffi_call(build.PREFIX + "Hadamard", compat.struct(x.shape, x.dtype, like=(x,)))
+    return call(x, block=np.int64(block))
 
 
 # --- trellis codes -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import platform
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).parent
-_NAMES = ("quantized_matmul", "integer_matmul", "trellis", "trellis_matmul")
+_NAMES = ("quantized_matmul", "integer_matmul", "trellis", "trellis_matmul", "hadamard")
 SOURCES = [HERE / f"{name}.cc" for name in _NAMES]
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-w")
 
