@@ -1,7 +1,7 @@
 """`multiply_blocks`: blocks of numbers times a Hadamard matrix, as a JAX primitive.
 
 On CPUs a native kernel adds and subtracts. XLA's own operations are products with one or two small
-matrices, which take longer: up to eight times as long for many rows.
+matrices, which take up to five times as long.
 """
 
 import functools
