@@ -6,26 +6,21 @@ matrices, which take up to five times as long.
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from haiku_implicit.core.sharding import is_split
-from haiku_implicit.core.typing import EqnParam
-from haiku_implicit.quantized.cpu import build, native
-from haiku_implicit.quantized.products.partitioned import devices_of
+from haiku_implicit.core.typing import Aval
+from haiku_implicit.quantized.cpu import native
+from haiku_implicit.quantized.products.kernel_primitive import kernel_primitive
 
 # The fastest sizes for XLA on a CPU, for one row and for 128.
 _ONE_PRODUCT = 128
 _COLUMNS = 64
 _SMALLEST_NATIVE = 8
-
-hadamard_p = Primitive("hadamard")
 
 
 def multiply_blocks(x: jax.Array, block: int) -> jax.Array:
@@ -59,31 +54,13 @@ def _hadamard(size: int) -> np.ndarray:
     return matrix
 
 
-@functools.partial(jax.jit, static_argnames="block")
-def _run(x: jax.Array, *, block: int) -> jax.Array:
-    """Compiles the primitive outside of any trace; under `disable_jit` it calls the function."""
-    is_traced = isinstance(x, jax.core.Tracer)
-    return multiply_blocks(x, block) if is_traced else _by_products(x, block=block)
+def _serves(x: Aval, *, block: int) -> bool:
+    return x.dtype == jnp.float32 and block >= _SMALLEST_NATIVE
 
 
-def _batch(operands: Sequence[jax.Array], axes: Sequence[int], **params: EqnParam) -> Any:
-    return hadamard_p.bind(jnp.moveaxis(operands[0], axes[0], 0), **params), 0
-
-
-def _lower_on_cpu(ctx: Any, x: Any, *, block: int) -> Any:
-    (aval,), devices = ctx.avals_in, devices_of(ctx.module_context)
-    # (The partitioner would gather the operand of a foreign call on each device.)
-    on_one = devices is not None and devices.number == 1 and aval.size > 0
-    has_kernel = aval.dtype == jnp.float32 and block >= _SMALLEST_NATIVE
-    use_it = on_one and has_kernel and build.available()
-    fun = native.multiply_hadamard if use_it else _by_products
-    return mlir.lower_fun(fun, multiple_results=False)(ctx, x, block=block)
-
-
-hadamard_p.def_impl(_run)
+hadamard_p = kernel_primitive(
+    "hadamard", _by_products, native.multiply_hadamard, params=["block"], serves=_serves
+)
 hadamard_p.def_abstract_eval(lambda x, **_: x)
 # The matrix is symmetric.
 ad.deflinear2(hadamard_p, lambda ct, _, **params: [hadamard_p.bind(ct, **params)])
-batching.primitive_batchers[hadamard_p] = _batch
-mlir.register_lowering(hadamard_p, mlir.lower_fun(_by_products, multiple_results=False))
-mlir.register_lowering(hadamard_p, _lower_on_cpu, platform="cpu")

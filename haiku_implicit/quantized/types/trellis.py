@@ -14,8 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive as JaxPrimitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from haiku_implicit.core.array import ImplicitArray
 from haiku_implicit.core.batch_axes import cut_fields, leaves_whole
@@ -26,14 +25,14 @@ from haiku_implicit.core.fields import aux_field, frozen_field
 from haiku_implicit.core.messages import expecting, value_error
 from haiku_implicit.core.sharding import left_to_partitioner, result_sharding
 from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, Primitive, Result
-from haiku_implicit.quantized.cpu import build, native
+from haiku_implicit.quantized.cpu import native
 from haiku_implicit.quantized.numbers import gptq, scales
 from haiku_implicit.quantized.numbers.options import (
     OperandConfig,
     checked_activation,
     parse_activation,
 )
-from haiku_implicit.quantized.products.partitioned import devices_of
+from haiku_implicit.quantized.products.kernel_primitive import kernel_primitive
 from haiku_implicit.quantized.products.stored import in_codes, quantized_dot
 from haiku_implicit.quantized.types.matrix_indexing import as_index
 
@@ -350,7 +349,9 @@ def _decoded(words: jax.Array, bits: int, length: int) -> jax.Array:
 
 
 # `decode` as a primitive, with a native kernel on CPUs.
-decode_p = JaxPrimitive("trellis_decode")
+decode_p = kernel_primitive(
+    "trellis_decode", decode, native.trellis_decode, params=["bits", "steps"]
+)
 
 
 def _abstract(words: Aval, *, bits: int, **_: Any) -> Any:
@@ -363,30 +364,8 @@ def _jvp(primals: Sequence[Array], _: Any, **params: EqnParam) -> tuple[Array, A
     return out, ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
-def _batch(operands: Sequence[jax.Array], axes: Sequence[int], **params: EqnParam) -> Any:
-    return decode_p.bind(jnp.moveaxis(operands[0], axes[0], 0), **params), 0
-
-
-def _lower_on_cpu(ctx: Any, words: Any, **params: EqnParam) -> Any:
-    devices = devices_of(ctx.module_context)
-    on_one = devices is not None and devices.number == 1 and 0 not in ctx.avals_in[0].shape
-    fun = native.trellis_decode if on_one and build.available() else decode
-    return mlir.lower_fun(fun, multiple_results=False)(ctx, words, **params)
-
-
-@functools.partial(jax.jit, static_argnames=("bits", "steps"))
-def _run(words: jax.Array, **params: EqnParam) -> Any:
-    """Compiles the primitive outside of any trace; under `disable_jit` it calls the function."""
-    is_traced = isinstance(words, jax.core.Tracer)
-    return decode_p.bind(words, **params) if is_traced else decode(words, **params)
-
-
-decode_p.def_impl(_run)
 decode_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[decode_p] = _jvp
-batching.primitive_batchers[decode_p] = _batch
-mlir.register_lowering(decode_p, mlir.lower_fun(decode, multiple_results=False))
-mlir.register_lowering(decode_p, _lower_on_cpu, platform="cpu")
 
 
 # --- encoding ------------------------------------------------------------------------------------
