@@ -53,9 +53,9 @@ def main(argv: Sequence[str]) -> None:
 def measure() -> Results:
     """Measures the milliseconds of each product, by the number of rows and the weight."""
     w = jax.random.normal(jax.random.key(0), SIZE)
-    weights = {"dense": w}
+    weights: dict[str, Any] = {"dense": w}
     for activation in ACTIVATIONS:
-        formats = {"int4": dict(dtype="int4", group_size=64)}
+        formats: dict[str, dict[str, Any]] = {"int4": dict(dtype="int4", group_size=64)}
         formats |= {f"trellis{bits}": dict(dtype=f"trellis{bits}") for bits in BITS}
         for name, options in formats.items():
             quantized = hki.quantize_params({"linear": {"w": w}}, activation=activation, **options)
