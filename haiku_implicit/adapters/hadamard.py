@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
+from haiku_implicit.core.array import ImplicitArray
+from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.sharding import is_split
-from haiku_implicit.core.typing import Aval
+from haiku_implicit.core.transform import use_implicit_args
+from haiku_implicit.core.typing import Aval, Primitive, Result
 from haiku_implicit.quantized.cpu import native
 from haiku_implicit.quantized.products.kernel_primitive import kernel_primitive
 
@@ -38,7 +41,7 @@ def _by_products(x: jax.Array, *, block: int) -> jax.Array:
     """Multiplies by a Hadamard matrix; by a large one as a (Kronecker) product of two."""
     columns = block if block <= _ONE_PRODUCT else _COLUMNS
     left, right = _hadamard(block // columns), _hadamard(columns)
-    parts = x.reshape(*x.shape[:-1], -1, len(left), columns)
+    parts = x.reshape(*x.shape[:-1], x.shape[-1] // block, len(left), columns)
     product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     if len(left) > 1:
         parts = product("pr,...rq->...pq", left.astype(x.dtype), parts)
@@ -54,8 +57,8 @@ def _hadamard(size: int) -> np.ndarray:
     return matrix
 
 
-def _serves(x: Aval, *, block: int) -> bool:
-    return x.dtype == jnp.float32 and block >= _SMALLEST_NATIVE
+def _serves(aval: Aval, *, block: int) -> bool:
+    return aval.dtype == jnp.float32 and block >= _SMALLEST_NATIVE
 
 
 hadamard_p = kernel_primitive(
@@ -64,3 +67,9 @@ hadamard_p = kernel_primitive(
 hadamard_p.def_abstract_eval(lambda x, **_: x)
 # The matrix is symmetric.
 ad.deflinear2(hadamard_p, lambda ct, _, **params: [hadamard_p.bind(ct, **params)])
+
+
+@primitive_handler(hadamard_p)
+def multiply_implicit_blocks(primitive: Primitive, x: ImplicitArray, *, block: int) -> Result:
+    """Multiplies implicit inputs by XLA's operations, which have rules: zeros stay zeros."""
+    return use_implicit_args(functools.partial(_by_products, block=block))(x)

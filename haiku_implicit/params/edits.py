@@ -18,9 +18,11 @@ from haiku_implicit.core.predicates import Targets
 from haiku_implicit.core.typing import Array, SameTree
 from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
+from haiku_implicit.params.trees.one_by_one import is_news
 from haiku_implicit.params.trees.options import QuantizeOptions
 from haiku_implicit.params.trees.selection import describe
 from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
+from haiku_implicit.quantized.numbers.options import loses_negatives
 from haiku_implicit.quantized.products.activation_stats import QuantStats
 from haiku_implicit.quantized.products.rules import QuantRule
 from haiku_implicit.quantized.types.static_quantized import StaticQuantized
@@ -88,6 +90,7 @@ def quantize_params(
       ('nf4', True)
     """
     how = QuantizeOptions.of(options, rules=rules is not None)
+    _check_activation(how.activation)
     of_structs = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
     if how.dtype == "trellis2" and not of_structs:
         warn_caller(
@@ -123,15 +126,15 @@ def quantize_activations(
 ) -> SameTree:
     """Makes products with quantized weights quantize their activations, too.
 
-    The codes of the weights do not change, for example codes read from a file. Activations get scales
-    that fit their largest magnitudes. A product of integers takes a fraction of the time of a product
-    with floating-point activations, and rounds more.
+    The codes of the weights do not change, for example codes read from a file. The scale of a row of
+    activations is its largest magnitude over 127.5 for int8, and over 7.5 for int4. A product of integers
+    takes a fraction of the time of a product with floating-point activations, and rounds more.
 
     Args:
       params: parameters with `QuantizedMatrix` or `TrellisMatrix` in them, in any nesting of mappings.
       dtype: the format of activations, such as 'int8' (a scale for each row) or 'int8,groups' (a
-        scale for each part of a row that is multiplied with a group of the weight); None: not
-        rounded.
+        scale for each part of a row that is multiplied with a group of the weight). Formats without a
+        sign ('uint8') make negative numbers zero; 'uint8,minmax' does not. None turns rounding off.
       targets: the weights to change, as for `add_lora`. None: all quantized weights, including those
         under adapters.
       exclude, missing_ok: as for `add_lora`.
@@ -162,12 +165,23 @@ def quantize_activations(
             )
         return value.with_activation(dtype)
 
+    _check_activation(dtype)
     edit = trees.Edit(
         lambda parameter: with_activation(parameter.path, parameter.value),
         _is_stored,
         functools.partial(trees.nothing_chosen, wanted="a quantized weight"),
     )
     return trees.replace_targets(params, trees.Choice(targets, exclude, missing_ok), edit)
+
+
+def _check_activation(activation: str | None) -> None:
+    """Raises for an unknown activation; warns of one without codes for negative numbers."""
+    lost = loses_negatives(activation)
+    if lost and is_news("negative activations"):
+        warn_caller(
+            f"activation {activation!r} makes negative activations zero; "
+            f"'{activation},minmax' has codes for them"
+        )
 
 
 # Types of weights that hold a quantized weight, and the field that holds it.

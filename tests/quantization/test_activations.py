@@ -100,7 +100,9 @@ def test_what_is_kept(never_dense):
 
 @pytest.mark.parametrize("activation", ["int9", "ternary", "q4_0"])
 def test_errors(activation):
-    with pytest.raises(ValueError, match=f"activation: expected one of .*, got '{activation}'"):
+    with pytest.raises(
+        ValueError, match=f"activation: expected None or one of .*, got '{activation}'"
+    ):
         hki.QuantizedMatrix.quantize(normal((K, N)), "int8", activation=activation)
 
 
@@ -141,6 +143,18 @@ def test_rotated_weights_get_activations():
     assert jax.tree.structure(got) == jax.tree.structure(want)
     with pytest.raises(ValueError, match="m/w: expected a QuantizedMatrix or a TrellisMatrix, got"):
         hki.quantize_activations(params, targets="m/w")
+
+
+def test_warns_of_activations_without_negative_numbers():
+    params = {"linear": {"w": normal((K, N))}}
+    with pytest.warns(UserWarning, match="'uint8' makes negative activations zero; 'uint8,minmax'"):
+        params = hki.quantize_params(params, dtype="int4", activation="uint8")
+    with pytest.warns(UserWarning, match="'uint4,groups' makes negative"):
+        hki.quantize_activations(params, "uint4,groups")
+    with pytest.raises(
+        ValueError, match="activation: expected None or one of int8, .*, got 'int9'"
+    ):
+        hki.quantize_activations(params, "int9")
 
 
 def test_inputs_of_several_products_are_rotated_once():

@@ -316,6 +316,36 @@ def test_rotations_by_the_kernel(block, dtype, tolerance):
     np.testing.assert_array_equal(rotation.times(x[0]), jax.jit(rotation.times)(x[0]))
 
 
+def test_rotations_of_implicit_inputs_stay_implicit():
+    rotation, zeros = Hadamard.random(96), hki.Zeros(shape=(4, 96), dtype=jnp.float32)
+    lora = hki.LoRA(normal((8, 96)), normal((8, 2)), normal((2, 96)))
+    with hki.materialization("error"):
+        assert isinstance(hki.use_implicit_args(rotation.times)(zeros), hki.Zeros)
+        got = hki.use_implicit_args(lambda x: rotation.times(x) @ jnp.eye(96))(lora)
+    np.testing.assert_allclose(got, rotation.times(lora.materialize()), atol=1e-5)
+
+
+def test_products_without_rows():
+    w = hki.quantize_params({"linear": {"w": normal((128, 32))}}, dtype="trellis3")["linear"]["w"]
+    multiply = hki.use_implicit_args(jnp.matmul)
+    assert multiply(jnp.ones((0, 128)), w).shape == (0, 32)
+    assert jax.jit(multiply)(jnp.ones((2, 0, 128)), w).shape == (2, 0, 32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((254, 64), dict(dtype="trellis3"), r"fewer than 8 inputs .*a/w"),
+        ((255, 64), dict(dtype="int4", rotate=True), r"fewer than 8 inputs .*a/w"),
+        ((256, 4), dict(dtype="trellis4"), r"do not get smaller.*multiple of 32.*a/w"),
+    ],
+)
+def test_warns_of_weights_that_gain_nothing(shape, options, message):
+    with pytest.warns(UserWarning, match=message) as caught:
+        hki.quantize_params({"a": {"w": normal(shape)}, "b": {"w": normal((64, 64))}}, **options)
+    assert len(caught) == 1 and "b/w" not in str(caught[0].message)
+
+
 def test_rotation_spreads_outliers():
     """One large input spoils the others' scale without a rotation."""
     w = normal((128, 32)).at[7].mul(30)
@@ -487,9 +517,9 @@ def test_structs_and_stacks():
     ("options", "message"),
     [
         (dict(dtype="trellis3", group_size=32), "'trellis3' has no group_size"),
-        (dict(dtype="trellis3", activation="int9"), "activation: expected one of"),
-        (dict(dtype="trellis3", axis=-1), "a rotation is of the inputs"),
-        (dict(dtype="int4", rotate=True, axis=-1), "a rotation is of the inputs"),
+        (dict(dtype="trellis3", activation="int9"), "activation: expected None or one of"),
+        (dict(dtype="trellis3", axis=-1), "axis: dtype 'trellis3' is for axis -2"),
+        (dict(dtype="int4", rotate=True, axis=-1), "axis: rotated weights are for axis -2"),
     ],
 )
 def test_options_that_do_not_fit(options, message):

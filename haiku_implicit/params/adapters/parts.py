@@ -242,8 +242,8 @@ def check_bases(parameters: Mapping[str, Array], adapter: AdapterParts) -> None:
         base = base_of(parameters[path])
         if not is_traced(base) and digest(base) != wanted:
             raise ValueError(
-                f"{path}: the adapter was made for another base than this {describe(base)}, so that it "
-                "would stand for other numbers. Give it that base, or check_base=False"
+                f"{path}: the adapter was made for another base than this {describe(base)}, with other "
+                "numbers or other options (such as activation=). Give it that base, or check_base=False"
                 f" {see('another-base')}"
                 if path in adapter.weights
                 else f"{path}: this parameter was another one where the adapter was taken out, and the "

@@ -239,8 +239,9 @@ class Frozen:
                     found = f"{parameter} has another type, another shape or other options"
                 how = _difference(parameter, texts, expected)
                 raise ValueError(
-                    f"digests: {found} than in the model that they are from{how}. Give hki.freeze "
-                    "the same base, quantization, adapter, alpha= and trainable_dense="
+                    f"digests: {found} than in the model of the digests{how}. Give hki.freeze the "
+                    "same base, quantization, adapter, alpha= and trainable_dense=; or leave out this "
+                    "check, if the model is another one on purpose"
                     f" {see('another-base')}"
                 )
         if len(saved) != len(own):

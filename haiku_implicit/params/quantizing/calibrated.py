@@ -248,7 +248,7 @@ def quantize_by(
                 raise value_error(f"axis: the inputs are those of axis -2, got {own.axis}")
             if own.is_rotated and chosen is not _METHODS["gptq"]:
                 raise value_error(
-                    f"method: expected 'gptq' for weights that are rotated, got {method!r}"
+                    f"method: expected 'gptq' for trellis codes and rotated weights, got {method!r}"
                 )
             if chosen.needed == "maxima":
                 _check_activation(method, own)

@@ -16,6 +16,7 @@ from haiku_implicit.core.messages import see, shown, type_error, value_error
 from haiku_implicit.core.predicates import path_of
 from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.params.trees import selection
+from haiku_implicit.params.trees.one_by_one import is_news
 from haiku_implicit.params.trees.selection import Parameter
 from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
 from haiku_implicit.quantized.numbers import channel_scales
@@ -25,6 +26,9 @@ from haiku_implicit.quantized.products.rules import QuantRule
 from haiku_implicit.quantized.types import trellis
 
 GroupSize = int | tuple[int, int] | str | None
+
+# Rotations of blocks of fewer numbers leave outliers nearly as they are.
+_FEW_ROTATED = 8
 
 
 class Room(NamedTuple):
@@ -113,7 +117,10 @@ class QuantizeOptions:
         if self.axis not in (-2, -1):
             raise value_error(f"axis: expected -2 or -1, got {self.axis!r}")
         if self.is_rotated and self.axis != -2:
-            raise value_error("axis: a rotation is of the inputs, axis -2, got -1")
+            what = f"dtype {self.dtype!r} is" if self.is_trellis else "rotated weights are"
+            raise value_error(f"axis: {what} for axis -2, the inputs; got -1")
+        if not isinstance(self.rotate, bool):
+            raise type_error(f"rotate: expected True or False, got {self.rotate!r}")
         if self.is_trellis:
             own = dict(vars(self), dtype="int8", rotate=False, activation=None)
             plain = vars(QuantizeOptions())
@@ -231,6 +238,31 @@ class QuantizeOptions:
         if others:
             sentences.append(self._told_of_groups(others, prepared))
         return ". ".join(sentences)
+
+    def told_of_changed(self, changed: Sequence[Parameter]) -> list[str]:
+        """The warnings about weights that are hardly rotated, or do not get smaller."""
+        if not self.is_rotated:
+            return []
+        odd = [p for p in changed if (n := p.value.shape[-2]) & -n < min(n, _FEW_ROTATED)]
+        large = [p for p in changed if self.is_trellis and not self._saves_bits(p.value)]
+        sentences = []
+        if odd and is_news("rotations"):
+            sentences.append(
+                f"a rotation mixes fewer than {_FEW_ROTATED} inputs of these weights, because no "
+                f"larger power of two divides their number, so that outliers stay: {named(odd)}. "
+                "Quantize them in groups, without a rotation, or leave them out by exclude="
+            )
+        if large and is_news("large codes"):
+            sentences.append(
+                f"these weights do not get smaller, because {self.dtype!r} stores a multiple of "
+                f"{trellis.MULTIPLE} outputs: {named(large)}. Leave them out by exclude="
+            )
+        return sentences
+
+    def _saves_bits(self, value: Array) -> bool:
+        columns = value.shape[-1]
+        stored = -(-columns // trellis.MULTIPLE) * trellis.MULTIPLE * trellis.BITS[self.dtype]
+        return stored < columns * value.dtype.itemsize * 8
 
     def _told_of_groups(self, left: Sequence[Parameter], prepared: bool) -> str:
         """The warning about weights that the groups do not divide."""

@@ -261,11 +261,16 @@ def marks_of(parameters: Parameters, choice: Choice, edit: Edit) -> list[bool]:
 def nothing_chosen(
     parameters: Parameters, choice: Choice, wanted: str = "", page: str = "nothing-matches"
 ) -> ValueError:
-    """The error for targets that choose nothing; raises if all weights are implicit already."""
+    """The error for targets that choose nothing; raises if all weights are implicit already.
+
+    Args:
+      wanted: the default targets, in words.
+      page: the section of docs/errors.md. If it is another one, there are weights, which do not fit.
+    """
     check_whole_tree(parameters)
     number = sum(selection.is_complex_weight(*p[:3]) for p in parameters)
     if choice.targets is None:
-        wanted += _check_not_done(parameters)
+        wanted += _already_done(parameters, may_be_all=page != "nothing-matches")
         if number:
             wanted += f" (complex weights, of which there are {number}, are not supported)"
     paths = [p.path for p in parameters]
@@ -303,6 +308,9 @@ def warn_of_others(
         if of_complex and is_news("complex"):
             names = named(of_complex)
             sentences.append(f"complex weights are not supported, and stay as they are: {names}")
+    if isinstance(default, QuantizeOptions):
+        marked = itertools.compress(parameters, marks)
+        sentences += default.told_of_changed(list(map(choice.opened, marked)))
     if sentences:
         warn_caller(". ".join(sentences))
 
@@ -356,19 +364,24 @@ def _as_matrices(p: Parameter) -> str:
     return f"{p.path} ({selection.describe(p.value)} as {math.prod(lead):,} matrices of {n} x {m})"
 
 
-def _check_not_done(parameters: Parameters) -> str:
-    """Raises if all weights are implicit already, as in a second call; says if some of them are."""
+def _already_done(parameters: Parameters, *, may_be_all: bool = False) -> str:
+    """Says if some weights are implicit already; raises if all are, as in a second call.
+
+    Args:
+      parameters: those of a tree.
+      may_be_all: whether to say nothing if all are, because implicit weights are targets, too.
+    """
     weights = [p for p in parameters if selection.is_weight(*p[:3])]
     matrices = {p.path: open_matrix(p.path, p.value).matrix for p in weights}
     done = {path: matrix for path, matrix in matrices.items() if is_implicit(matrix)}
-    if not done:
+    if not done or (may_be_all and len(done) == len(weights)):
         return ""
     path, kind = next((path, selection.describe(matrix)) for path, matrix in done.items())
     if len(done) == len(weights):
         raise ValueError(
             f"targets: all {len(done)} weights are implicit already; {path} is {kind}. "
-            "merge_adapters and materialize make them dense; targets= names those of other types that "
-            "are to be changed"
+            "To change them all the same, name them by targets=. hki.materialize makes them dense, "
+            "and hki.merge_adapters merges adapters alone"
             f" {see('implicit-already')}"
         )
     return f" (already implicit: {len(done)}, such as {path}, {kind})"
@@ -474,7 +487,7 @@ def _no_weights(
 ) -> ValueError:
     """The error for rules that quantize no weight; raises if all weights are implicit already."""
     if not weights:
-        _check_not_done(parameters)
+        _already_done(parameters)
     number = sum(selection.is_complex_weight(*p[:3]) for p in parameters)
     of_complex = f" ({number} complex weights are not supported)" if number else ""
     patterns = ", ".join(repr(rule.module_path) for rule in rules)

@@ -31,8 +31,9 @@ from haiku_implicit.quantized.cpu import targets
 SOURCES = targets.SOURCES
 
 # The functions of the library; each is a target of `jax.ffi.ffi_call`, after this prefix.
-_OF_TRELLIS = ("TrellisEncode", "TrellisMatmul", "TrellisDecode")
-HANDLERS = ("QuantizedMatmul", "IntegerMatmul", *_OF_TRELLIS, "Hadamard")
+HANDLERS = (
+    "QuantizedMatmul", "IntegerMatmul", "TrellisEncode", "TrellisMatmul", "TrellisDecode", "Hadamard",
+)  # fmt: skip
 PREFIX = "haiku_implicit_"
 
 # `native` is the CPU that compiles: other CPUs do not use the library, see `_key`. Another target, as

@@ -37,8 +37,8 @@ void multiply(float* x, int64_t length, int64_t stride) {
     }
 }
 
-// Multiplies a block: each `kLanes` numbers by the matrix of that size, with the whole one's scale, and the
-// results by sums and differences.
+// Multiplies a block: each `kLanes` numbers by the matrix of that size, with the scale of the whole matrix,
+// and then the results by sums and differences.
 void multiply_block(const float* x, float* y, int64_t length, const Floats* matrix) {
   for (int64_t i = 0; i < length; i += kLanes) {
     Floats sum = {};
@@ -61,7 +61,7 @@ void hadamard(const Call& call) {
   for (int i = 0; i < kLanes; ++i)
     for (int j = 0; j < kLanes; ++j) matrix[i][j] = __builtin_parity(i & j) ? -scale : scale;
   const haiku_implicit::Threads::Busy busy;
-  const Team team = worthwhile(call.threads(), 8 * x.size());
+  const Team team = worthwhile(call.threads(), kLanes * x.size());  // products
   team.parts(count, 1, std::max<int64_t>(1, kOfTask / block), [&](int64_t first, int64_t last) {
     for (int64_t i = first * block; i < last * block; i += block)
       multiply_block(x.floats() + i, y.floats() + i, block, matrix);

@@ -142,7 +142,7 @@ def _table(fmt: formats.Format) -> np.ndarray:
 
 
 def multiply_hadamard(x: jax.Array, *, block: int) -> Any:
-    """Multiplies blocks of float32 numbers, as `adapters.hadamard.multiply_blocks` does."""
+    """Multiplies blocks of float32 numbers by the Hadamard matrix with rows of length one."""
     call = jax.ffi.ffi_call(build.PREFIX + "Hadamard", compat.struct(x.shape, x.dtype, like=(x,)))
     return call(x, block=np.int64(block))
 

@@ -157,10 +157,13 @@ class OperandConfig:
 
 def _operand_format(value: Any, tile_size: Any) -> str | None:
     """Returns the name of a format that has a zero, as operands need."""
-    name = format_name("qtype", value)
     known = [f.name for f in formats.FORMATS.values() if _has_zero(f)] + [*formats.MICROSCALED]
+    try:
+        name = format_name("qtype", value)
+    except (TypeError, ValueError):
+        name = ""
     if name is not None and name not in known:
-        raise value_error(f"qtype: expected one of {', '.join(known)}, got {value!r}")
+        raise value_error(f"qtype: expected None or one of {', '.join(known)}, got {value!r}")
     size = formats.MICROSCALED[name].group_size if name in formats.MICROSCALED else tile_size
     if tile_size not in (None, size):
         raise value_error(
@@ -230,5 +233,16 @@ def checked_activation(activation: Any) -> str | None:
       ValueError: as `parse_activation` does.
     """
     if activation is not None and not isinstance(activation, str):
-        activation = format_name("activation", activation)
+        with renamed({"qtype": "activation"}):
+            activation = OperandConfig(activation).qtype
     return activation_text(parse_activation(activation, tile_size=1))
+
+
+def loses_negatives(activation: Any) -> bool:
+    """Whether products round negative activations to zero: the format has no codes for them.
+
+    Raises:
+      ValueError: as `parse_activation` does.
+    """
+    config = parse_activation(checked_activation(activation), tile_size=1)
+    return has_no_negative(config.qtype, config.calibration_method)

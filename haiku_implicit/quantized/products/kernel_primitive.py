@@ -20,7 +20,7 @@ def kernel_primitive(
     kernel: Callable[..., Any],
     *,
     params: Sequence[str],
-    serves: Callable[..., bool] = lambda x, **_: True,
+    serves: Callable[..., bool] = lambda aval, **_: True,
 ) -> Primitive:
     """Makes a primitive of a function; the caller adds its abstract value and its derivative.
 

@@ -160,9 +160,8 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
         """
         w = jnp.asarray(w)
         if w.ndim < 2 or scales.known_nonfinite(w):
-            raise value_error(
-                f"w: expected a finite matrix [..., n, m], got {list(w.shape)}, or not finite"
-            )
+            found = f"the shape {list(w.shape)}" if w.ndim < 2 else "infinities or NaNs"
+            raise value_error(f"w: expected a matrix [..., n, m] of finite numbers, got {found}")
         count, steps = sequences(w.shape[-1])
         numbers = jnp.pad(w.astype(jnp.float32), _last(w.ndim, count * steps - w.shape[-1]))
         words = _words(numbers, moments, bits, steps)
