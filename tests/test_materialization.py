@@ -78,6 +78,34 @@ def test_the_message_names_the_parameter_and_the_way_out(names, targets, expecte
     assert f"or leave it dense by {way_out} the edit that made it implicit" in str(error.value)
 
 
+class Made(hk.Module):
+    """Has a parameter that the constructor makes, and a method of another name than `__call__`."""
+
+    def __init__(self, name):
+        super().__init__(name=name)
+        self.w = hk.get_parameter("w", [4, 4], init=jnp.ones)
+
+    def sorted(self, x):
+        return x @ jnp.sort(self.w)
+
+
+class MadeOfParts(hk.Module):
+    def __init__(self):
+        super().__init__(name="outer")
+        self.parts = [Made(name) for name in ("a", "b")]
+
+    def __call__(self, x):
+        return self.parts[1].sorted(x)
+
+
+def test_the_message_names_a_parameter_that_the_constructor_made():
+    model, x = hk.without_apply_rng(hk.transform(lambda x: MadeOfParts()(x))), jnp.ones((2, 4))
+    params = hki.add_lora(model.init(None, x), 0, rank=1)
+    with hki.materialization("error"), pytest.raises(hki.MaterializationError) as error:
+        hki.transform_implicit(model).apply(params, x)
+    assert "(probably outer/~/b/w) was" in str(error.value)
+
+
 def test_the_message_of_what_is_made_from_a_parameter():
     """A table of positions with LoRA, added to the inputs, makes each weight dense after it."""
 

@@ -408,13 +408,25 @@ def _with_parameters(event: Materialization) -> Materialization:
             # A loop over layers takes the first axis from their stacked weights.
             if x.shape[x.ndim - len(event.shape) :] == event.shape and x.dtype.name == event.dtype:
                 found.append(jax.tree_util.keystr(keys[2:], simple=True, separator="/"))
-    here = [path for path in found if _module_of(path) == event.module]
+    shared = {path: _shared_names(_module_of(path), event.module) for path in found}
+    most = max([1, *shared.values()])
+    here = [path for path in found if shared[path] == most]
     return dataclasses.replace(event, parameters=tuple(here or found) if of_type else None)
 
 
 def _module_of(path: str) -> str:
     """The module of a parameter, as JAX's name stack names it: `mlp/linear` of `mlp/~/linear/w`."""
     return "/".join(name for name in path.split("/")[:-1] if name != "~")
+
+
+def _shared_names(module: str, used: str) -> int:
+    """The number of names of a parameter's module, if it may be the module `used`; else 0.
+
+    A module that the constructor makes, as `out/linear`, is `out/embed/linear` in the method `embed`.
+    """
+    names, rest = module.split("/"), iter(used.split("/"))
+    is_part = names[-1] == used.split("/")[-1] and all(name in rest for name in names)
+    return len(names) if is_part else 0
 
 
 def _here() -> tuple[str, int, str]:

@@ -127,8 +127,8 @@ def quantize_activations(
     """Makes products with quantized weights quantize their activations, too.
 
     The codes of the weights do not change, for example codes read from a file. The scale of a row of
-    activations is its largest magnitude over 127.5 for int8, and over 7.5 for int4. A product of integers
-    takes a fraction of the time of a product with floating-point activations, and rounds more.
+    activations is its largest magnitude over 127.5 for int8, and over 7.5 for int4. A product of
+    integers takes a fraction of the time of a product with floating-point activations, and rounds more.
 
     Args:
       params: parameters with `QuantizedMatrix` or `TrellisMatrix` in them, in any nesting of mappings.
