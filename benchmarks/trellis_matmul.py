@@ -21,7 +21,7 @@ import jax
 from absl import app, flags
 
 import haiku_implicit as hki
-from benchmarks import quantized_matmul, result_files
+from benchmarks import result_files
 from benchmarks import tables as markdown
 from benchmarks.machine import about_this_machine
 
@@ -63,10 +63,18 @@ def measure() -> Results:
     found = {}
     for rows in ROWS:
         x = jax.random.normal(jax.random.key(1), (rows, SIZE[0]))
-        functions = [quantized_matmul._program([w], x) for w in weights.values()]
+        functions = [_program(w, x) for w in weights.values()]
         found[str(rows)] = dict(zip(weights, in_turns(functions), strict=True))
         print(rows, found[str(rows)], flush=True)
     return dict(environment=about_this_machine("jax", "jaxlib", "numpy"), milliseconds=found)
+
+
+def _program(w: Any, x: jax.Array) -> Callable[[], Any]:
+    """Returns a program of one product; its call does not flatten the weight."""
+    leaves, treedef = jax.tree.flatten(w)
+    multiply = hki.use_implicit_args(lambda x, *leaves: x @ treedef.unflatten(leaves))
+    compiled = jax.jit(multiply).lower(x, *leaves).compile()
+    return lambda: compiled(x, *leaves)
 
 
 def in_turns(functions: Sequence[Callable[[], Any]]) -> list[float]:
