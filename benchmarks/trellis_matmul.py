@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import app, flags
 
 import haiku_implicit as hki
@@ -72,8 +73,9 @@ def measure() -> Results:
 def _program(w: Any, x: jax.Array) -> Callable[[], Any]:
     """Returns a program of one product; its call does not flatten the weight."""
     leaves, treedef = jax.tree.flatten(w)
-    multiply = hki.use_implicit_args(lambda x, *leaves: x @ treedef.unflatten(leaves))
-    compiled = jax.jit(multiply).lower(x, *leaves).compile()
+    multiply = hki.use_implicit_args(jnp.matmul)
+    run = jax.jit(lambda x, *leaves: multiply(x, treedef.unflatten(leaves)))
+    compiled = run.lower(x, *leaves).compile()
     return lambda: compiled(x, *leaves)
 
 
