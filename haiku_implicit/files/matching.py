@@ -49,7 +49,17 @@ def _compare(found: Structure, wanted: Structure, path: str, where: str) -> None
             raise _unlike(where, shown, f"the file has {_told(child)} there, `like` nothing")
         _compare(child, children[key], shown, where)
     if _text_of(found.static) != _text_of(wanted.static):
-        raise _different(path, f"{_told(wanted)} with {wanted.static}", f"{found.static}", where)
+        expected, got = _unlike_parts(wanted.static, found.static)
+        raise _different(path, f"{_told(wanted)} with {expected}", got, where)
+
+
+def _unlike_parts(wanted: Any, found: Any) -> tuple[str, str]:
+    """The static fields that differ, in words; both sides whole if they are no fields."""
+    if not (isinstance(wanted, dict) and isinstance(found, dict) and {*wanted} == {*found}):
+        return f"{wanted}", f"{found}"
+    names = [name for name in wanted if _text_of(wanted[name]) != _text_of(found[name])]
+    own, other = (", ".join(f"{n}={x[n]!r}" for n in names) for x in (wanted, found))
+    return own, other
 
 
 def _text_of(static: Any) -> str:

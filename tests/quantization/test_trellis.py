@@ -231,6 +231,15 @@ def test_words_of_an_earlier_code():
         hki.TrellisMatrix(jnp.zeros((4, 6), jnp.uint32), 64, 3)
 
 
+def test_words_that_a_cast_of_the_tree_changed():
+    q = hki.TrellisMatrix.encode(normal((4, 64)), 3)
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), q)
+    with pytest.raises(
+        TypeError, match="'trellis3' are uint16, and cannot be read as bfloat16.*#cast"
+    ):
+        hki.materialize(cast)
+
+
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_words_of_an_earlier_code_that_no_constructor_has_seen(axis):
     """As in a pickle of an earlier version: half as many words, of 32 bits."""
@@ -317,11 +326,11 @@ def test_rotations_by_the_kernel(block, dtype, tolerance):
 
 
 def test_rotations_of_implicit_inputs_stay_implicit():
-    rotation, zeros = Hadamard.random(96), hki.Zeros(shape=(4, 96), dtype=jnp.float32)
-    lora = hki.LoRA(normal((8, 96)), normal((8, 2)), normal((2, 96)))
+    rotation, zeros = Hadamard.random(64), hki.Zeros(shape=(4, 64), dtype=jnp.float32)
+    lora = hki.LoRA(normal((8, 64)), normal((8, 2)), normal((2, 64)))
     with hki.materialization("error"):
         assert isinstance(hki.use_implicit_args(rotation.times)(zeros), hki.Zeros)
-        got = hki.use_implicit_args(lambda x: rotation.times(x) @ jnp.eye(96))(lora)
+        got = hki.use_implicit_args(lambda x: rotation.times(x) @ jnp.eye(64))(lora)
     np.testing.assert_allclose(got, rotation.times(lora.materialize()), atol=1e-5)
 
 

@@ -329,6 +329,17 @@ def pack(codes: Array, fmt: Format) -> Array:
     return stored.reshape(*lead, groups * fmt.stored(g))
 
 
+def cast_error(name: str, wanted: Any, found: Any) -> TypeError:
+    """The error for codes whose dtype a cast of a whole tree changed."""
+    kind, got = np.dtype(wanted).name, np.dtype(found).name
+    return TypeError(
+        f"codes of {name!r} are {kind}, and cannot be read as {got}, to which they were cast. Cast "
+        "dense values instead: hki.use_implicit_args(lambda params: "
+        "jax.tree.map(lambda x: x.astype(dtype), params))(params)"
+        f" {see('cast-codes')}"
+    )
+
+
 def restored(codes: jax.Array, fmt: Format) -> jax.Array:
     """Casts codes back to the dtype of their format, after a cast of a whole tree.
 
@@ -343,12 +354,7 @@ def restored(codes: jax.Array, fmt: Format) -> jax.Array:
         return codes
     kinds: Any = (np.floating,) if fmt.is_float else (np.floating, np.integer)
     if codes.dtype.itemsize == 1 or not any(jax.dtypes.issubdtype(codes.dtype, k) for k in kinds):
-        raise TypeError(
-            f"codes of {fmt.name!r} are {fmt.dtype.name}, and were cast to {codes.dtype.name}, which "
-            "does not hold them. Cast dense values instead: hki.use_implicit_args(lambda params: "
-            "jax.tree.map(lambda x: x.astype(dtype), params))(params)"
-            f" {see('cast-codes')}"
-        )
+        raise cast_error(fmt.name, fmt.dtype, codes.dtype)
     if not fmt.is_float and jax.dtypes.issubdtype(codes.dtype, np.floating):
         codes = jnp.round(codes)  # an average of equal codes may be a little less
     return codes.astype(fmt.dtype)

@@ -22,11 +22,11 @@ from haiku_implicit.core.binary import BinaryCall, binary_handler
 from haiku_implicit.core.box import dense
 from haiku_implicit.core.dispatch import primitive_handler
 from haiku_implicit.core.fields import aux_field, frozen_field
-from haiku_implicit.core.messages import expecting, value_error
+from haiku_implicit.core.messages import expecting, type_error, value_error
 from haiku_implicit.core.sharding import left_to_partitioner, result_sharding
 from haiku_implicit.core.typing import Array, Aval, DType, EqnParam, Primitive, Result
 from haiku_implicit.quantized.cpu import native
-from haiku_implicit.quantized.numbers import gptq, scales
+from haiku_implicit.quantized.numbers import formats, gptq, scales
 from haiku_implicit.quantized.numbers.options import (
     OperandConfig,
     checked_activation,
@@ -130,11 +130,14 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
         self._check_words()
 
     def _check_words(self) -> None:
-        older = ", of an earlier code: encode the weight again" * (self.words.dtype == jnp.uint32)
-        with expecting(
-            f"TrellisMatrix: expected words in uint16, got {self.words.dtype}{older}", TypeError
-        ):
-            chex.assert_type(self.words, jnp.uint16)
+        found = self.words.dtype
+        if found == jnp.uint32:
+            raise type_error(
+                "TrellisMatrix: expected words in uint16, got uint32, of an earlier code: encode the "
+                "weight again"
+            )
+        if found != jnp.uint16:
+            raise formats.cast_error(f"trellis{self.bits}", jnp.uint16, found)
         count, steps = sequences(self.length)
         words = count * steps * self.bits // 16
         sentence = f"TrellisMatrix: expected words [..., rows, {words}], got {np.shape(self.words)}"
