@@ -521,7 +521,7 @@ def test_digests_of_models_frozen_again_and_of_other_arrays():
     twice(8.0).check_digests(damaged)
     for without_texts in (short, damaged):
         with pytest.raises(
-            ValueError, match="factor has other values than in the model that they are from. G"
+            ValueError, match="factor has other values than in the model of the digests. G"
         ):
             twice(16.0).check_digests(without_texts)
     with pytest.raises(ValueError, match="linear_0/w/factor has other values"):

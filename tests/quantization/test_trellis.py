@@ -526,7 +526,7 @@ def test_structs_and_stacks():
     ("options", "message"),
     [
         (dict(dtype="trellis3", group_size=32), "'trellis3' has no group_size"),
-        (dict(dtype="trellis3", activation="int9"), "activation: expected None or one of"),
+        (dict(dtype="trellis3", activation="int9"), "activation: expected one of"),
         (dict(dtype="trellis3", axis=-1), "axis: dtype 'trellis3' is for axis -2"),
         (dict(dtype="int4", rotate=True, axis=-1), "axis: rotated weights are for axis -2"),
     ],

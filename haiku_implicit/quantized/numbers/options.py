@@ -163,7 +163,7 @@ def _operand_format(value: Any, tile_size: Any) -> str | None:
     except (TypeError, ValueError):
         name = ""
     if name is not None and name not in known:
-        raise value_error(f"qtype: expected None or one of {', '.join(known)}, got {value!r}")
+        raise value_error(f"qtype: expected one of {', '.join(known)}, got {value!r}")
     size = formats.MICROSCALED[name].group_size if name in formats.MICROSCALED else tile_size
     if tile_size not in (None, size):
         raise value_error(
