@@ -403,6 +403,28 @@ def test_errors_of_combining(base, arguments, message):
         hki.combine_adapters(parts, *arguments[:2], **dict(zip(["density"], arguments[2:])))  # noqa: B905
 
 
+@pytest.mark.parametrize(("density", "kept"), [(0.33, 20), (0.2, 12), (0.01, 0), (1.0, 63)])
+def test_pruning_keeps_as_many_entries_as_peft(density, kept):
+    """`int(density * n)` of 7 x 9; without a rank, it is the largest one at any weight, or fits."""
+    base = {"one": {"w": jnp.zeros((7, 9))}, "two": {"w": jnp.zeros((16, 16))}}
+    params = [
+        hki.add_lora(base, 0, rank=3, targets="one/w"),
+        hki.add_lora(base, 1, rank=8, targets="two/w"),
+    ]
+
+    def random(x):
+        return normal(x.shape) if x.ndim == 2 else x
+
+    parts = [hki.get_adapter(jax.tree.map(random, p)) for p in params]
+    new = hki.combine_adapters(parts, [2.0, 1.0], "magnitude_prune", density=density).weights
+    assert new["one/w"].rank == 7 and new["two/w"].rank == 8
+    delta = np.asarray(parts[0].weights["one/w"].delta(), np.float64)
+    order = np.argsort(-np.abs(delta), axis=None)[:kept]
+    want = np.zeros(63)
+    want[order] = 2 * delta.ravel()[order]
+    np.testing.assert_allclose(new["one/w"].delta(), want.reshape(7, 9), atol=1e-5)
+
+
 def test_adapters_of_two_bases_are_not_combined(base):
     other = jax.tree.map(lambda x: x + 1, base)
     parts = [hki.get_adapter(tuned(p, 1)) for p in (base, other)]

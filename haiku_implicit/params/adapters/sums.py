@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -44,9 +43,10 @@ def combine_adapters(
         keeps entries as 'dare', and adds them as 'ties'; 'magnitude_prune' keeps entries as 'ties', and
         adds them all.
       rank: the rank of the result, which is the nearest matrix of this rank, by its singular values.
-        None: the exact rank for 'linear', the largest rank of the adapters for the others.
-      density: the fraction of entries to keep, for all methods but 'linear'. The largest entries are
-        exactly this fraction of each matrix, rounded up.
+        None: the exact rank for 'linear', the largest rank of the adapters, at any weight, for the
+        others.
+      density: the fraction of entries to keep, for all methods but 'linear'. Of a matrix with n
+        entries, the int(density * n) largest ones are kept, as by PEFT.
       key: a random key, or an integer seed, for 'dare' and 'dare_ties'.
 
     Returns:
@@ -74,18 +74,23 @@ def combine_adapters(
         )
     bases = _bases_of(adapters)
     found, pairs = {}, list(zip(adapters, weights, strict=True))
+    loras = [
+        {path: lora_of(path, x, "only LoRA can be combined") for path, x in adapter.weights.items()}
+        for adapter in adapters
+    ]
+    largest = max((lora.rank for own in loras for lora in own.values()), default=0)
     for path in sorted({path for adapter in adapters for path in adapter.weights}):
         own = [(a.weights[path], by) for a, by in pairs if path in a.weights]
-        parts = [(lora_of(path, value, "only LoRA can be combined"), by) for value, by in own]
+        parts = [(x[path], by) for x, by in zip(loras, weights, strict=True) if path in x]
         with jax.numpy_dtype_promotion("standard"):  # whatever the program chose
             if merge is None:
                 new = _joined(parts)
                 new = new if rank is None else _nearest(new.delta(), rank)
             else:
-                largest = max(lora.rank for lora, _ in parts)
                 deltas = [lora.delta() for lora, _ in parts]
                 by = jnp.asarray([weight for _, weight in parts], jnp.result_type(*deltas))
-                new = _nearest(merge(path, deltas, by), rank or largest)
+                most = min(largest, *deltas[0].shape[-2:])
+                new = _nearest(merge(path, deltas, by), rank or most)
         if any(isinstance(lora, RestLoRA) for lora, _ in parts):
             new = RestLoRA.of_factors(new.a, new.b, new.factor)
         found[path] = with_matrix(own[0][0], new)
@@ -144,7 +149,9 @@ def _elected(deltas: jax.Array, weights: jax.Array) -> jax.Array:
 def _largest(x: jax.Array, density: float) -> jax.Array:
     """The entries of the largest magnitude in each matrix; the others become zeros."""
     flat = jnp.abs(x).reshape(*x.shape[:-2], -1)
-    count = math.ceil(density * flat.shape[-1])
+    count = int(density * flat.shape[-1])
+    if count == 0:
+        return jnp.zeros_like(x)
     smallest = jax.lax.top_k(flat, count)[0][..., -1]
     # (Not `>=`: this keeps NaN, since a sum of adapters with NaN in one of them is not finite.)
     return jnp.where(jnp.abs(x) < smallest[..., None, None], 0, x)
