@@ -3,7 +3,8 @@
     python -m benchmarks.encoding
 
 All 30 layers have the same shapes: each of three is encoded alone, without inputs and with the moments
-of random ones (LDLQ), whose values do not change the time. The first of them also compiles. Times are of the processor, the sum over all threads: the machine may be busy.
+of random ones (LDLQ), whose values do not change the time. The first of them also compiles. Times are
+of the processor, the sum over all threads: the machine may be busy.
 """
 
 import functools
