@@ -22,7 +22,7 @@ from haiku_implicit.params.trees.one_by_one import is_news
 from haiku_implicit.params.trees.options import QuantizeOptions
 from haiku_implicit.params.trees.selection import describe
 from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
-from haiku_implicit.quantized.numbers.options import loses_negatives
+from haiku_implicit.quantized.numbers.options import checked_activation, loses_negatives
 from haiku_implicit.quantized.products.activation_stats import QuantStats
 from haiku_implicit.quantized.products.rules import QuantRule
 from haiku_implicit.quantized.types.static_quantized import StaticQuantized
@@ -176,11 +176,11 @@ def quantize_activations(
 
 def _check_activation(activation: str | None) -> None:
     """Raises for an unknown activation; warns of one without codes for negative numbers."""
-    lost = loses_negatives(activation)
-    if lost and is_news("negative activations"):
+    if loses_negatives(activation) and is_news("negative activations"):
+        name, *_ = str(checked_activation(activation)).split(",")
         warn_caller(
-            f"activation {activation!r} makes negative activations zero; "
-            f"'{activation},minmax' has codes for them"
+            f"activation {activation!r} makes negative activations zero; '{name},minmax' has codes "
+            "for them"
         )
 
 
