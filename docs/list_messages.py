@@ -1,19 +1,18 @@
 """The messages in the library's sources, for the last part of docs/errors.md on the site.
 
 `docs/make_site.py` puts them after the lines `<!-- messages FOLDERS -->`; `...` stands for names and
-numbers.
+numbers. Messages are built in variables, tables and functions, so these are all texts of the sources.
 """
 
 import ast
 import pathlib
 import re
+from collections.abc import Iterator
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[1] / "haiku_implicit"
 MARK = re.compile(r"(?m)^<!-- messages (.+) -->$")
-# Beside exceptions and functions that return them: what warns, and what begins an error's text.
-CALLS = re.compile(
-    r"(\w*(Error|Warning|Damaged|Unsaveable)|\w+_error|warn\w*|warning|expecting|usage)$"
-)
+# Functions whose texts are no messages: help of flags, lists of names, patterns.
+OTHER_TEXTS = {"text", "switch", "number", "DEFINE_bool", "split", "named", "compile"}
 
 
 def with_messages(page: str) -> str:
@@ -30,18 +29,24 @@ def with_messages(page: str) -> str:
 
 def messages() -> dict[str, list[str]]:
     """Each file of the library, with its messages."""
-    found = {}
-    for path in sorted(LIBRARY.rglob("*.py")):
-        calls = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)]
-        texts = [text_of(x.args[0]) for x in calls if x.args and CALLS.match(name_of(x.func))]
-        texts = [re.sub(r"(\.\.\.){2,}", "...", text) for text in texts]
-        found[path.relative_to(LIBRARY).as_posix()] = [x for x in texts if tells(x)]
-    return found
+    files = sorted(LIBRARY.rglob("*.py"))
+    return {f.relative_to(LIBRARY).as_posix(): [*texts(ast.parse(f.read_text()))] for f in files}
 
 
-def name_of(function: ast.expr) -> str:
-    """The last name of what is called."""
-    return ast.unparse(function).rpartition(".")[2]
+def texts(node: ast.AST, in_text: bool = False) -> Iterator[str]:
+    """The texts with words in a syntax tree, but no docstrings."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in OTHER_TEXTS:
+        return
+    is_text = isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)
+    if is_text and not in_text:
+        text = re.sub(r"(\.\.\.){2,}", "...", text_of(node).strip())
+        text = re.sub(r"^[.,;:] ", "", text)
+        if tells(text):
+            yield text
+    for part in ast.iter_child_nodes(node):
+        yield from texts(part, is_text)
 
 
 def text_of(node: ast.expr) -> str:
@@ -57,4 +62,5 @@ def text_of(node: ast.expr) -> str:
 
 def tells(text: str) -> bool:
     """Whether a text has words of its own."""
-    return len(re.findall(r"[a-z]{3,}", text)) > 1
+    is_code = re.search(r"(;\}?|[{>])$", text)
+    return " " in text and len(re.findall(r"[A-Za-z]+", text)) > 2 and not is_code

@@ -26,7 +26,9 @@ def main() -> None:
     shutil.rmtree(STAGE, ignore_errors=True)
     pages = documents() | outside(documents())
     for path in pages:
-        write(site_path(path), relinked(path, as_page(ROOT / path)))
+        # The search is for the pages of docs/: the changelog alone has almost all words.
+        no_search = "" if path.startswith("docs/") else "---\nsearch: {exclude: true}\n---\n\n"
+        write(site_path(path), no_search + relinked(path, as_page(ROOT / path)))
     # The landing page has the width for its three lines and its doors.
     landing = STAGE / "pages/index.md"
     landing.write_text("---\nhide: [navigation, toc]\n---\n\n" + landing.read_text())

@@ -2,7 +2,9 @@
 
 import ast
 import builtins
+import collections
 import dataclasses
+import json
 import logging
 import pathlib
 import re
@@ -443,14 +445,102 @@ def test_errors_of_python_types_end_in_a_link():
     assert not wrong
 
 
+def parts_of(text):
+    """The parts of a message without names and numbers, as the list on the page has them."""
+    return {
+        part.strip(" .,;:()") for part in text.replace("`", "'").replace("\n", " ").split("...")
+    }
+
+
 def test_the_site_has_every_message():
     page = (DOCS / "errors.md").read_text()
     assert "\n### Files\n" in page and len(list_messages.MARK.findall(page)) == 4
     shown = list_messages.with_messages(page)
     found = [text for texts in list_messages.messages().values() for text in texts]
-    assert len(found) > 600 and all(f"- `{text}`\n" in shown for text in found)
+    assert len(found) > 1000 and all(f"- `{text}`\n" in shown for text in found)
     assert "<!-- messages" not in shown
     assert "- `init: 'orthogonal' needs an even rank, got ...`\n" in shown
+
+
+def raised_texts(tree):
+    """The constant texts in each `raise`, and in all that is assigned to the names in it."""
+    assigned = collections.defaultdict(list)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value:
+            for target in getattr(node, "targets", None) or [node.target]:
+                for name in ast.walk(target):
+                    if isinstance(name, ast.Name):
+                        assigned[name.id].append(node.value)
+    todo = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc]
+    while todo:
+        for node in ast.walk(todo.pop()):
+            if isinstance(node, ast.Name):
+                todo += assigned.pop(node.id, [])
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+@pytest.mark.slow
+def test_the_list_has_the_texts_of_every_raise():
+    listed, seen = list_messages.messages(), 0
+    for name, texts in listed.items():
+        path, own = ROOT / "haiku_implicit" / name, "\n".join(texts)
+        for text in raised_texts(ast.parse(path.read_text())):
+            is_pattern = re.search(r"\\[(\[w]|^F16 BF16", text)
+            for part in parts_of(text):
+                if list_messages.tells(part) and not is_pattern:
+                    assert part in own, (name, part)
+                    seen += 1
+    assert seen > 900
+
+
+def wrong_file(name, data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / name
+        path.write_bytes(data)
+        (hki.mox.load if path.suffix == ".json" else hki.load)(path)
+
+
+def wrong_module_expression():
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "x.json"
+        hki.mox.save(path, MOX)
+        path.write_text(json.dumps({**json.loads(path.read_text()), "implicit": 3}))
+        hki.mox.load(path)
+
+
+# Messages put together from variables, tables and functions.
+PUT_TOGETHER = {
+    "a pointer of Git LFS in place of the file": lambda: wrong_file(
+        "x.npz", b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 3\n"
+    ),
+    "a web page in place of the file": lambda: wrong_file("x.npz", b"<!DOCTYPE html><html></html>"),
+    "an HDF5 file, as Keras writes it": lambda: wrong_file(
+        "x.h5", b"\x89HDF\r\n\x1a\n" + b"0" * 99
+    ),
+    "bytes that begin with": lambda: wrong_file("x.json", b"{"),
+    "it has to be a boolean": wrong_module_expression,
+    "only LoRA can be combined": lambda: hki.combine_adapters(
+        [hki.get_adapter(hki.add_adapter(PARAMS, 0, "dora", rank=2))], [1.0]
+    ),
+    "LoRA: expected w [..., n, m], a [..., n, r] and b": MISTAKES["...: expected ..., got"],
+    "weights of more than two axes count as": MISTAKES["weights of more than two axes"],
+    "groups of ": MISTAKES["... stays dense"],
+}
+
+
+@pytest.mark.slow
+def test_the_list_has_messages_that_are_put_together():
+    """Without the parts on the page, no words are left of a message but names."""
+    listed = [text for texts in list_messages.messages().values() for text in texts]
+    parts = {part for text in listed for part in parts_of(text) if len(part) > 3}
+    for text, mistake in PUT_TOGETHER.items():
+        left = said(mistake).replace("`", "'")
+        assert text in left and any(text.split("...")[0].strip() in x for x in listed)
+        for part in sorted(parts, key=len, reverse=True):
+            left = left.replace(part, "|")
+        words = re.findall("[a-z]{3,}", re.sub(r"\S*/\S*|\(chex.*|'[^']*'", "", left))
+        assert len(words) < 5, (text, words)
 
 
 def test_each_message_is_tried():
