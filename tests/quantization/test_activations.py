@@ -100,9 +100,7 @@ def test_what_is_kept(never_dense):
 
 @pytest.mark.parametrize("activation", ["int9", "ternary", "q4_0"])
 def test_errors(activation):
-    with pytest.raises(
-        ValueError, match=f"activation: expected one of .*, got '{activation}'"
-    ):
+    with pytest.raises(ValueError, match=f"activation: expected one of .*, got '{activation}'"):
         hki.QuantizedMatrix.quantize(normal((K, N)), "int8", activation=activation)
 
 
@@ -151,9 +149,7 @@ def test_warns_of_activations_without_negative_numbers():
         params = hki.quantize_params(params, dtype="int4", activation="uint8")
     with pytest.warns(UserWarning, match="'uint4,groups' makes negative"):
         hki.quantize_activations(params, "uint4,groups")
-    with pytest.raises(
-        ValueError, match="activation: expected one of int8, .*, got 'int9'"
-    ):
+    with pytest.raises(ValueError, match="activation: expected one of int8, .*, got 'int9'"):
         hki.quantize_activations(params, "int9")
 
 
