@@ -29,9 +29,9 @@ def main() -> None:
         # The search is for the pages of docs/: the changelog alone has almost all words.
         no_search = "" if path.startswith("docs/") else "---\nsearch: {exclude: true}\n---\n\n"
         write(site_path(path), no_search + relinked(path, as_page(ROOT / path)))
-    # The landing page has the width for its three lines and its doors.
+    # The landing page has the width for its three lines and its doors, of which one is the next page.
     landing = STAGE / "pages/index.md"
-    landing.write_text("---\nhide: [navigation, toc]\n---\n\n" + landing.read_text())
+    landing.write_text("---\nhide: [navigation, toc, footer]\n---\n\n" + landing.read_text())
     shutil.copytree(ROOT / "docs/images", STAGE / "pages/images")
     shutil.copy(ROOT / "docs/site.css", STAGE / "pages")
     settings = {"docs_dir": "pages", "site_dir": "html", "nav": navigation()}
@@ -70,7 +70,7 @@ def targets(source: str) -> list[str]:
 
 def navigation() -> list:
     """The landing page; then a part per heading of docs/README.md, with a page per row of its table."""
-    nav: list = ["index.md"]
+    nav: list = [{"haiku_implicit": "index.md"}]
     for line in (ROOT / "docs/README.md").read_text().splitlines():
         if heading := re.match(r"## (.+)", line):
             pages: list = []

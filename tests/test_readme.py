@@ -82,6 +82,7 @@ def test_programs_run_from_top_to_bottom(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.all_slow
 @pytest.mark.parametrize("notebook", sorted(DOCS.rglob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebooks_run(notebook, tmp_path):
     """Each cell runs, and prints what the notebook shows, numbers up to what another CPU may change."""

@@ -7,7 +7,7 @@ and `apply` return anything.
 
 import pathlib
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_type
 
 import haiku as hk
 import jax
@@ -70,6 +70,12 @@ def main() -> None:
     reveal_type(hki.prepare(model, params, None, x))
     reveal_type(hki.input_moments(lambda p, x: model.apply(p, None, x), params, [x]))
 
+    # Statistics of activations in Haiku's state.
+    assert_type(hki.with_quant_stats(model), hk.TransformedWithState)
+    forwards = hk.multi_transform(lambda: (network, network))
+    assert_type(hki.with_quant_stats(forwards), hk.MultiTransformedWithState)
+    reveal_type(hki.init_quant_stats(model, params, {}, None, x))
+
     # Gradients of implicit parameters, and a step.
     gradients: hk.Params
     value, gradients = jax.jit(hki.value_and_grad(loss))(with_lora, x)
@@ -103,6 +109,9 @@ def main() -> None:
     reveal_type(weight.shape)
     reveal_type(weight.dtype.name)
     reveal_type(weight.codes)
+    if TYPE_CHECKING:  # Both raise an error outside of wrapped functions.
+        reveal_type(weight[0])
+        _ = weight.T  # type: ignore[attr-defined]
     lora = hki.LoRA(weight, jnp.ones((16, 2)), jnp.ones((2, 8)))
     reveal_type(lora.a)
     reveal_type(hki.grad(lambda w: (x @ w).sum())(lora))

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self, Union
+from typing import Any, ClassVar, Self, Union, cast
 
 import jax
 import jax.numpy as jnp
@@ -330,19 +330,21 @@ class ImplicitArray(abc.ABC):
             return self.__jax_array__()
         return run(*args, **kwargs)
 
-    def _operator(self, *args: Any) -> Any:
+    def _operator(self, *args: Any) -> jax.Array:
         """Operators work on the tracers that a wrapped function sees, not on implicit arrays."""
         return self.__jax_array__()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
     __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = _operator
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _operator
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _operator
     __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __invert__ = __round__ = _operator
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _operator
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _operator
-    __getitem__ = __iter__ = __contains__ = _operator
-    __bool__ = __float__ = __int__ = __complex__ = __index__ = _operator
-    __lt__ = __le__ = __gt__ = __ge__ = _operator
+    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = _operator
+
+    # Their results are no arrays.
+    __divmod__ = __rdivmod__ = __iter__ = __contains__ = cast(Any, _operator)
+    __bool__ = __float__ = __int__ = __complex__ = __index__ = cast(Any, _operator)
 
     def __eq__(self, other: object) -> Any:
         """Raises for an array or a number, like other operators. Anything else is not equal."""
@@ -353,18 +355,6 @@ class ImplicitArray(abc.ABC):
         return NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # `jax.Array` has none either
-
-    def __getattr__(self, name: str) -> Any:
-        """Runs if an attribute is missing. For `w.T`, `w.astype`, ..., the error names the way out."""
-        if hasattr(type(self), name):  # a property raised an AttributeError: raise it again
-            return object.__getattribute__(self, name)
-        if hasattr(jax.Array, name) and not name.startswith("_"):
-            raise AttributeError(
-                f"{type(self).__name__} has no {name!r}. Use it in a function wrapped in "
-                "haiku_implicit.use_implicit_args, or on haiku_implicit.materialize(x)."
-                f" {see('used-as-dense')}"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         parts = [f"{short(self)}"]
@@ -401,6 +391,23 @@ class ImplicitArray(abc.ABC):
 
 
 ArrayValue = Union[ImplicitArray, jax.Array]  # noqa: UP007 (Plum orders a typing.Union)
+
+
+def _missing(self: ImplicitArray, name: str) -> Any:
+    """Runs if an attribute is missing. For `w.T`, `w.astype`, the error names the way out."""
+    if hasattr(type(self), name):  # a property raised an AttributeError: raise it again
+        return object.__getattribute__(self, name)
+    if hasattr(jax.Array, name) and not name.startswith("_"):
+        raise AttributeError(
+            f"{type(self).__name__} has no {name!r}. Use it in a function wrapped in "
+            "haiku_implicit.use_implicit_args, or on haiku_implicit.materialize(x)."
+            f" {see('used-as-dense')}"
+        )
+    raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+# Not a method of the class, with which type checkers would take each name for an attribute.
+ImplicitArray.__getattr__ = _missing  # type: ignore[attr-defined]
 
 
 def has_equivalent(kind: type[ImplicitArray]) -> bool:

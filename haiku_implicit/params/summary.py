@@ -180,7 +180,9 @@ def _kind(value: Array) -> str:
     if not is_implicit(value):
         return "dense"
     if isinstance(value, QuantizedMatrix | TrellisMatrix):
-        groups = f"/{value.group_size}" if value.num_groups > 1 else ""
+        groups = ""
+        if isinstance(value, QuantizedMatrix) and value.num_groups > 1:
+            groups = f"/{value.group_size}"
         activation = f" × {value.activation}" if value.activation else ""
         return f"{type(value).__name__} {value.format}{groups}{activation}"
     inner = next(iter(flatten_one_level(value)[0]), None)

@@ -114,6 +114,22 @@ def test_the_type_of_a_value():
     assert seen == [jax.typeof(rows)]
 
 
+def check_vmap(matmul, held):
+    """Maps over rows, whichever axis they have, and their gradients inside and outside of `vmap`."""
+    w, xs = held.array.materialize(), numpy_normal((2, 64, 5), 3)
+
+    def grad(product):
+        return jax.grad(lambda x, w: jnp.sin(product(x, w)).sum())
+
+    def mapped(product):
+        return jax.vmap(product, (2, None))
+
+    ways = mapped, lambda product: grad(mapped(product)), lambda product: mapped(grad(product))
+    for way in ways:
+        want = jax.jit(way(jnp.matmul))(xs, w)
+        np.testing.assert_allclose(jax.jit(way(matmul))(xs, held), want, rtol=1e-4, atol=1e-4)
+
+
 def test_the_page(capsys):
     """Its program holds one of our arrays in a type of hijax; before JAX 0.12 a name is another."""
     page = (DOCS / "hijax.md").read_text()
@@ -127,6 +143,7 @@ def test_the_page(capsys):
         np.testing.assert_allclose(names["y"], names["x"] @ names["w"].materialize(), rtol=1e-5)
         want = jax.grad(lambda x: (x @ names["w"].materialize()).sum())(names["x"])
         np.testing.assert_allclose(names["gradient"], want, rtol=1e-5)
+        check_vmap(names["matmul"], names["held"])
     else:
         with pytest.raises((ImportError, AttributeError)):
             exec(compile(program, "docs/hijax.md", "exec"), names)

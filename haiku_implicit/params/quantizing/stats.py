@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, overload
 
 import haiku as hk
 import jax
@@ -15,7 +15,11 @@ from haiku_implicit.core.containers import opened
 from haiku_implicit.core.messages import see, type_error, value_error
 from haiku_implicit.core.transform import is_value, split
 from haiku_implicit.core.typing import Array, Params, State, Tree
-from haiku_implicit.params.haiku.transformed import check_transformed, marked_implicit
+from haiku_implicit.params.haiku.transformed import (
+    AnyTransformed,
+    check_transformed,
+    marked_implicit,
+)
 from haiku_implicit.quantized.products.activation_stats import QuantStats, Shapes
 from haiku_implicit.quantized.types.static_quantized import StaticQuantized
 from haiku_implicit.quantized.types.trained_quantized import TrainedQuantized
@@ -30,7 +34,24 @@ Mode = Literal["update", "read", "fixed"]
 Stored = dict[str, dict[str, Any]]
 
 
-def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
+@overload
+def with_quant_stats(
+    t: hk.Transformed | hk.TransformedWithState, *, update: bool = True, decay: float = 1.0
+) -> hk.TransformedWithState: ...
+
+
+@overload
+def with_quant_stats(
+    t: hk.MultiTransformed | hk.MultiTransformedWithState,
+    *,
+    update: bool = True,
+    decay: float = 1.0,
+) -> hk.MultiTransformedWithState: ...
+
+
+def with_quant_stats(
+    t: AnyTransformed, *, update: bool = True, decay: float = 1.0
+) -> hk.TransformedWithState | hk.MultiTransformedWithState:
     """Keeps statistics of activations in Haiku's state, and takes static activation scales from them.
 
     A weight has such scales if `quantized_training` or `quantize_params` has given it a rule with
@@ -97,7 +118,7 @@ def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
     if not 0 < decay <= 1:
         raise value_error(f"decay: expected a number in (0, 1], got {decay!r}")
     several = isinstance(t, hk.MultiTransformed | hk.MultiTransformedWithState)
-    kind = hk.MultiTransformedWithState if several else hk.TransformedWithState
+    kind: Any = hk.MultiTransformedWithState if several else hk.TransformedWithState
     has_state = isinstance(t, kind)
 
     def init(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -112,8 +133,8 @@ def with_quant_stats(t: Any, *, update: bool = True, decay: float = 1.0) -> Any:
 
 
 def init_quant_stats(
-    t: hk.TransformedWithState, params: Params, state: State, *args: Any, **kwargs: Any
-) -> State:
+    t: AnyTransformed, params: Params, state: hk.State, *args: Any, **kwargs: Any
+) -> hk.MutableState:
     """The state with empty statistics, for loops that need its final structure from the start.
 
     Args:
