@@ -48,6 +48,8 @@ _LINEAR = "lora_A", "lora_B"
 _EMBEDDING = "lora_embedding_A", "lora_embedding_B"
 _MODEL = "base_model.model."
 _ROWS = "token_adapter.trainable_tokens_delta"
+# Biases of a saved module, which `bias="all"` finds again in the module and in the original beside it.
+_AGAIN = re.compile(r"(.+)\.(?:original_module|modules_to_save)((?:\.[^.]+)?)((?:\.[^.]+)*\.bias)")
 _LOOK_UP = (
     "PEFT adapts the look-up alone, unless its configuration says ensure_weight_tying. If the Haiku "
     "model also multiplies by this parameter (tied embeddings), here the adapter changes both"
@@ -231,10 +233,11 @@ def _tensors_of(file: str, config: Config) -> _Tensors:
     # (Names without a slash are keys in a file that `save` wrote, but in a module '' in other files.)
     tree = tree.get("", tree) if isinstance(tree, Mapping) else {"": tree}
     for key, tensor in tree.items() if isinstance(tree, Mapping) else ():
-        if unused.fullmatch(str(key)):
+        plain = _plain_names(str(key), config)
+        if unused.fullmatch(str(key)) or any(name in tree for name in plain):
             continue
         found = names.fullmatch(str(key))
-        if found is None and _beside(tensors, str(key), tensor, config):
+        if found is None and not plain and _beside(tensors, str(key), tensor, config):
             continue
         if found is None or not isinstance(tensor, jax.Array | np.ndarray):
             raise CheckpointError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
@@ -252,6 +255,16 @@ def _tensors_of(file: str, config: Config) -> _Tensors:
     if not any(tensors):
         raise value_error(f"{file}: there is no adapter in it")
     return tensors
+
+
+def _plain_names(key: str, config: Config) -> tuple[str, ...]:
+    """The names of the tensor that PEFT reads, if a key is a saved module's bias once more."""
+    if not (found := _AGAIN.fullmatch(key)) or config.get("bias") != "all":
+        return ()
+    # (The name of PEFT's adapter is part of the key if the bias is in a module of the module.)
+    module, first, rest = found.groups()
+    saved = peft_config.trained_whole(config, f"{module.removeprefix(_MODEL)}.weight")
+    return (f"{module}{first}{rest}", f"{module}{rest}") if saved else ()
 
 
 def _beside(tensors: _Tensors, key: str, tensor: Any, config: Config) -> bool:

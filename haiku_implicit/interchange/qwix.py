@@ -1,8 +1,11 @@
-"""Quantized matrices as Qwix's `QArray`, and back, with the same codes and scales.
+"""Quantized matrices as Qwix's `QArray`, and back, with the same codes, scales and zero points.
 
 A `QArray` (Qwix 0.1.8, which tokamax takes, too) has codes in the shape of the matrix, `qvalue`, and
 scales with as many axes, each as long as an axis of the matrix or a divisor of it. Its values are
-`(qvalue - zero_point) * scale`.
+`(qvalue - zero_point) * scale`, which Qwix computes in the dtype of the scales. A `QuantizedMatrix`
+computes them in float32 and rounds them once, with an offset in place of the zero point. So values are
+the same to the last bit, with two exceptions: zero points with float32 scales, and nf4 with scales of
+16 bits (Qwix rounds the table to the dtype of the scales first).
 """
 
 from typing import Any
@@ -14,10 +17,11 @@ import numpy as np
 from haiku_implicit.core.array import is_implicit
 from haiku_implicit.core.interpreter import materialize_array
 from haiku_implicit.core.messages import value_error
-from haiku_implicit.core.typing import Array
+from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
+_UNSIGNED = {"uint2": jnp.uint2, "uint4": jnp.uint4, "uint8": jnp.uint8}
 _FLOATS = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
@@ -28,8 +32,12 @@ def to_qwix(matrix: QuantizedMatrix) -> Any:
       matrix: in integers of 2 to 8 bits, nf4, fp4 or 8-bit floats; also mxfp8, mxfp4 and nvfp4.
 
     Returns:
-      The array: its `dequantize` has the values of the matrix, in the dtype of the scales. (float32, if
-      these are quantized themselves. An `activation` is left out.)
+      The array, with the same codes, scales and zero points. (Scales that are quantized themselves are
+      written in the dtype of the matrix if it holds them exactly, else in float32. An `activation` is
+      left out.) A `QArray` has the dtype of its scales. If the matrix has another one, give it to
+      `from_qwix` again; `qwix.dequantize` then has the values before they are rounded to it. With zero
+      points in float32 these differ from the matrix by up to 2⁻²² of the range of a group, which is
+      `(2**bits - 1) * scale`; in nf4 with bfloat16 scales by up to 2⁻⁷ of a value.
 
     Raises:
       ValueError: for a format that Qwix does not have, or a group in which zero has no code.
@@ -38,17 +46,20 @@ def to_qwix(matrix: QuantizedMatrix) -> Any:
     import qwix
 
     fmt = formats.find(matrix.format)
-    scale, offset = (_floats(x) for x in (matrix.scale, matrix.offset))
+    scale, offset = (_floats(x, matrix.dtype) for x in (matrix.scale, matrix.offset))
     codes = formats.unpack(matrix.codes, scale.shape[-1], fmt)
     codes = codes.reshape(*codes.shape[:-2], -1)[..., : matrix.shape[matrix.axis]]
-    zero_point = None
-    if fmt.is_integer and fmt.name[-1].isdigit() and fmt.bits >= 2:
+    zero_point, from_zero = None, fmt.offset and offset is None
+    if from_zero and fmt.name in _UNSIGNED:
+        qtype: Any = np.dtype(_UNSIGNED[fmt.name])
+        values = codes.astype(qtype)
+    elif fmt.is_integer and fmt.name[-1].isdigit() and fmt.bits >= 2 and not from_zero:
         half = 2 ** (fmt.bits - 1)
-        dtype = jnp.int4 if fmt.bits <= 4 else jnp.int8
-        values = (codes.astype(jnp.int16) - (half if fmt.offset else int(fmt.bias))).astype(dtype)
+        dtype, above = jnp.int4 if fmt.bits <= 4 else jnp.int8, half if fmt.offset else 0
+        values = (codes.astype(jnp.int16) - (above or int(fmt.bias))).astype(dtype)
         if offset is not None:
-            zero_point = _zero_point(scale, offset, half).astype(dtype)
-        qtype: Any = np.dtype(dtype) if fmt.bits in (4, 8) else f"int{fmt.bits}"
+            zero_point = _zero_point(scale, offset, half, above).astype(dtype)
+        qtype = np.dtype(dtype) if fmt.bits in (4, 8) else f"int{fmt.bits}"
     elif fmt.name == "nf4":
         values, qtype = codes.astype(jnp.uint4), "nf4"
     elif fmt.name == "fp4":
@@ -66,18 +77,29 @@ def to_qwix(matrix: QuantizedMatrix) -> Any:
     return qwix.QArray(*parts, qtype=_recipe(matrix) or qtype)
 
 
-def _floats(x: Array) -> Any:
+def _floats(x: Array, dtype: DType) -> Any:
     """Returns scales or offsets as floating numbers of a dtype that Qwix takes; None for None."""
-    x = materialize_array(x) if is_implicit(x) else x
-    return x if x is None or x.dtype.itemsize > 1 else x.astype(jnp.float32)
+    if x is None or (not is_implicit(x) and x.dtype.itemsize > 1):
+        return x
+    wide = (materialize_array(x) if is_implicit(x) else x).astype(jnp.float32)
+    narrow = wide.astype(dtype)
+    return narrow if _equal(narrow, wide) else wide
 
 
-def _zero_point(scale: jax.Array, offset: jax.Array, half: int) -> jax.Array:
-    """Returns the code of zero; raises if zero has none."""
-    found = jnp.round(-offset / jnp.where(scale == 0, 1, scale)) - half
-    held = (-half - found) * scale
-    fits = (jnp.abs(held - offset) <= 1e-6 * jnp.abs(offset)) & (found >= -half) & (found < half)
-    if not bool(fits.all()):
+def _equal(a: jax.Array, b: jax.Array) -> bool:
+    """Whether all numbers are known (not traced) and equal."""
+    if isinstance(a, jax.core.Tracer):
+        return False
+    return bool((a.astype(jnp.float32) == b.astype(jnp.float32)).all())
+
+
+def _zero_point(scale: jax.Array, offset: jax.Array, half: int, above: int) -> jax.Array:
+    """Returns the code of zero, less `above`; raises if zero has none."""
+    wide = formats.arithmetic_dtype(scale.dtype)
+    scale, offset = scale.astype(wide), offset.astype(wide)
+    code = jnp.round(-offset / jnp.where(scale == 0, 1, scale))
+    found = code - above
+    if not bool(((-code * scale == offset) & (found >= -half) & (found < half)).all()):
         raise value_error(
             "matrix: its offsets are not whole multiples of its scales within the range of the codes, "
             "as Qwix's zero points are"
@@ -91,20 +113,22 @@ def _recipe(matrix: QuantizedMatrix) -> str | None:
     return next((name for name, recipe in formats.MICROSCALED.items() if recipe == own), None)
 
 
-def from_qwix(array: Any) -> QuantizedMatrix:
-    """Returns `qwix.QArray` as a matrix, with the same codes, scales and values.
+def from_qwix(array: Any, *, dtype: DType | None = None) -> QuantizedMatrix:
+    """Returns `qwix.QArray` as a matrix, with the same codes, scales and zero points.
 
     Args:
       array: `[..., n, m]`, a `QArray`, or any object with its attributes.
+      dtype: the dtype of the matrix, to which its values are rounded; None: the dtype of the scales.
 
     Returns:
-      The matrix, of the dtype of the scales. Groups are along axis -2 if they fill whole bytes there,
-      else along axis -1.
+      The matrix. Groups are along axis -2 if they fill whole bytes there, else along axis -1. Values
+      are those of `qwix.dequantize`, except that `to_qwix` names two differences. Scales of mxfp8,
+      mxfp4 and nvfp4 take 8 bits, if these hold them exactly.
 
     Raises:
       ValueError: for a format or groups that matrices do not have.
     """
-    fmt, codes = _codes_of(array)
+    fmt, codes, lowest = _codes_of(array)
     shape, scale = codes.shape, array.scale
     lead = (*shape[:-2], *scale.shape[-2:])
     if len(shape) < 2 or any(n % s for n, s in zip(shape, scale.shape, strict=True)):
@@ -118,8 +142,10 @@ def from_qwix(array: Any) -> QuantizedMatrix:
     scale = jnp.broadcast_to(scale, lead)
     offset = None
     if array.zero_point is not None:
-        zero_point = jnp.broadcast_to(array.zero_point, lead).astype(scale.dtype)
-        offset = (-(2.0 ** (fmt.bits - 1)) - zero_point) * scale
+        # (Exact for scales of 16 bits, if it is not rounded to their dtype.)
+        wide = formats.arithmetic_dtype(scale.dtype)
+        zero_point = jnp.broadcast_to(array.zero_point, lead).astype(wide)
+        offset = (lowest - zero_point) * scale.astype(wide)
     if axis == -2:
         codes, scale = jnp.swapaxes(codes, -1, -2), jnp.swapaxes(scale, -1, -2)
         offset = None if offset is None else jnp.swapaxes(offset, -1, -2)
@@ -127,17 +153,36 @@ def from_qwix(array: Any) -> QuantizedMatrix:
     codes = codes.reshape(*codes.shape[:-1], groups, -1)
     padding = -codes.shape[-1] % fmt.multiple
     codes = jnp.concatenate([codes, jnp.repeat(codes[..., -1:], padding, -1)], -1)
-    dtype, recipe = scale.dtype, formats.MICROSCALED.get(str(array.qtype))
-    if recipe and recipe.scale_dtype == "e8m0":
-        scale = scale.astype(jnp.float8_e8m0fnu)
+    dtype = np.dtype(scale.dtype if dtype is None else dtype)
+    if recipe := formats.MICROSCALED.get(str(array.qtype)):
+        scale = _microscales(scale, recipe.scale_dtype)
     packed = formats.pack(codes, fmt)
-    return QuantizedMatrix.from_parts(
-        packed, scale, offset, dtype=fmt.name, axis=axis, padding=padding, out_dtype=dtype
+    matrix = QuantizedMatrix.from_parts(
+        packed, scale, offset, dtype=fmt.name, axis=axis, padding=padding
     )
+    return matrix if matrix.dtype == dtype else matrix._replace(dtype=dtype)
 
 
-def _codes_of(array: Any) -> tuple[formats.Format, jax.Array]:
-    """Returns the format and the stored codes, not packed."""
+def _microscales(scale: jax.Array, name: str) -> Array:
+    """Returns scales as a microscaled format stores them; as they are, if that would change them."""
+    if name == "e8m0":
+        powers = scale.astype(jnp.float8_e8m0fnu)
+        return powers if _equal(scale, powers) else scale
+    # Qwix has no scale of the tensor: it is 1. Here it is the largest scale over 448, to the last bit
+    # or two, as the product was rounded.
+    wide = scale.astype(jnp.float32)
+    quotient = wide.max((-2, -1), keepdims=True) / 448
+    near = (jnp.nextafter(quotient, jnp.full_like(quotient, end)) for end in (-jnp.inf, jnp.inf))
+    for factor in (jnp.ones_like(quotient), quotient, *near):
+        codes = (wide / factor).astype(jnp.float8_e4m3fn)
+        coded = QuantizedMatrix(codes, factor, None, "fp8_e4m3", -1, dtype=np.dtype(np.float32))
+        if _equal(scale, coded.materialize()):
+            return coded
+    return scale
+
+
+def _codes_of(array: Any) -> tuple[formats.Format, jax.Array, int]:
+    """Returns the format, the stored codes, not packed, and the code of Qwix that the lowest one is."""
     name, values = (
         str(np.dtype(array.qtype) if _is_dtype(array.qtype) else array.qtype),
         array.qvalue,
@@ -146,17 +191,20 @@ def _codes_of(array: Any) -> tuple[formats.Format, jax.Array]:
         name = formats.MICROSCALED[name].format
     fmt = formats.find(name, "array")
     if fmt.name == "nf4":
-        return fmt, values.astype(jnp.uint8)
+        return fmt, values.astype(jnp.uint8), 0
     if fmt.name == "fp4":
-        return fmt, jax.lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.uint8)
+        return fmt, jax.lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.uint8), 0
     if fmt.is_float:
-        return fmt, values
+        return fmt, values, 0
+    if fmt.name in _UNSIGNED:
+        return fmt, values.astype(jnp.uint8), 0
     if not fmt.is_integer or fmt.offset or fmt.bits < 2:
         raise value_error(f"array: matrices have no codes for {name!r}")
+    lowest = int(fmt.lowest)
     if array.zero_point is None:
-        return fmt, (values.astype(jnp.int16) + int(fmt.bias)).astype(fmt.dtype)
+        return fmt, (values.astype(jnp.int16) + int(fmt.bias)).astype(fmt.dtype), lowest
     unsigned = formats.find(f"u{fmt.name}")
-    return unsigned, (values.astype(jnp.int16) + 2 ** (fmt.bits - 1)).astype(unsigned.dtype)
+    return unsigned, (values.astype(jnp.int16) - lowest).astype(unsigned.dtype), lowest
 
 
 def _is_dtype(qtype: Any) -> bool:

@@ -180,6 +180,8 @@ PARTS = {
     "block": dict(modules_to_save=["layers.0"], layers_to_transform=1),
     "tokens": dict(trainable_token_indices=[7, 2]),
     "tokens by name": dict(trainable_token_indices={"embed": [3]}, modules_to_save=["head"]),
+    "biases and modules": dict(bias="all", modules_to_save=["head", "norm"]),
+    "biases and a block": dict(bias="all", modules_to_save=["layers.0"], layers_to_transform=1),
 }
 
 

@@ -386,6 +386,23 @@ def test_parts_beside_the_factors_are_those_of_peft(tmp_path, name):
     assert sorted(kept.dense) == sorted(adapter.dense)
 
 
+def test_biases_of_a_saved_module_are_those_that_peft_reads(tmp_path):
+    """PEFT 0.21.2 reads `head.bias`, whatever the other two are, and fails without it."""
+    folder = written_with_parts(tmp_path, "biases and modules")
+    file = folder / "adapter_model.safetensors"
+    tensors, head = safetensors.numpy.load_file(file), "base_model.model.head"
+    for name in ("modules_to_save", "original_module"):
+        tensors[f"{head}.{name}.bias"] += 9
+    safetensors.numpy.save_file(tensors, file)
+    dense = hki.load_peft(folder, part_place).dense
+    np.testing.assert_array_equal(dense["head/b"], tensors.pop(f"{head}.bias"))
+    safetensors.numpy.save_file(tensors, file)
+    with pytest.raises(
+        ValueError, match="head.(modules_to_save|original_module).bias: not a tensor"
+    ):
+        hki.load_peft(folder, part_place)
+
+
 def module_names():
     """The names of modules and of biases in PyTorch, by the parameters of the Haiku model."""
     names = [key.removesuffix(".weight") for key in of("base", OF_PARTS)]
@@ -402,9 +419,12 @@ def test_parts_are_written_as_peft_wrote_them(tmp_path, name):
         safetensors.numpy.load_file(tmp_path / x / "adapter_model.safetensors")
         for x in ("old", "new")
     )
-    assert old.keys() == new.keys()
-    for key, x in old.items():
-        np.testing.assert_array_equal(new[key], x)
+    # With both keys PEFT also writes a saved module's biases by names that it does not read.
+    unread = {key for key in old if "modules_to_save" in key or "original_module" in key}
+    assert len(unread) == {"biases and modules": 4, "biases and a block": 4}.get(name, 0)
+    assert old.keys() - unread == new.keys()
+    for key, x in new.items():
+        np.testing.assert_array_equal(old[key], x)
     again = hki.load_peft(tmp_path / "new", part_place)
     jax.tree.map(np.testing.assert_array_equal, again, adapter)
     assert jax.tree.structure(again) == jax.tree.structure(adapter)
