@@ -20,11 +20,15 @@ def with_messages(page: str) -> str:
     marks = [match[1].split() for match in MARK.finditer(page)]
     if not marks:
         return page
+    # Not a list for each file: a message may have its words from two files, and the search wants all
+    # words in one section.
     lists: dict[str, set[str]] = {" ".join(mark): set() for mark in marks}
     for path, texts in messages().items():
         [mark, *_] = [m for m in marks if any(path.startswith(f) or f == "." for f in m)]
         lists[" ".join(mark)].update(texts)
-    return MARK.sub(lambda match: "\n".join(f"- `{x}`" for x in sorted(lists[match[1]])), page)
+    # Parts, which begin in the middle, come last.
+    in_order = lambda texts: sorted(texts, key=lambda x: (not x[0].isalnum(), x))  # noqa: E731
+    return MARK.sub(lambda found: "\n".join(f"- `{x}`" for x in in_order(lists[found[1]])), page)
 
 
 def messages() -> dict[str, list[str]]:
@@ -36,6 +40,8 @@ def messages() -> dict[str, list[str]]:
 def texts(node: ast.AST, in_text: bool = False) -> Iterator[str]:
     """The texts with words in a syntax tree, but no docstrings."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("__treescope"):
         return
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in OTHER_TEXTS:
         return

@@ -109,9 +109,8 @@ def main() -> None:
     reveal_type(weight.shape)
     reveal_type(weight.dtype.name)
     reveal_type(weight.codes)
-    if TYPE_CHECKING:  # Both raise an error outside of wrapped functions.
+    if TYPE_CHECKING:  # It raises an error outside of wrapped functions.
         reveal_type(weight[0])
-        _ = weight.T  # type: ignore[attr-defined]
     lora = hki.LoRA(weight, jnp.ones((16, 2)), jnp.ones((2, 8)))
     reveal_type(lora.a)
     reveal_type(hki.grad(lambda w: (x @ w).sum())(lora))

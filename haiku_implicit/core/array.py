@@ -356,6 +356,18 @@ class ImplicitArray(abc.ABC):
 
     __hash__ = None  # type: ignore[assignment]  # `jax.Array` has none either
 
+    def __getattr__(self, name: str) -> Any:
+        """Runs if an attribute is missing. For `w.T`, `w.astype`, ..., the error names the way out."""
+        if hasattr(type(self), name):  # a property raised an AttributeError: raise it again
+            return object.__getattribute__(self, name)
+        if hasattr(jax.Array, name) and not name.startswith("_"):
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r}. Use it in a function wrapped in "
+                "haiku_implicit.use_implicit_args, or on haiku_implicit.materialize(x)."
+                f" {see('used-as-dense')}"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __repr__(self) -> str:
         parts = [f"{short(self)}"]
         for name in data_names(type(self)):
@@ -391,23 +403,6 @@ class ImplicitArray(abc.ABC):
 
 
 ArrayValue = Union[ImplicitArray, jax.Array]  # noqa: UP007 (Plum orders a typing.Union)
-
-
-def _missing(self: ImplicitArray, name: str) -> Any:
-    """Runs if an attribute is missing. For `w.T`, `w.astype`, the error names the way out."""
-    if hasattr(type(self), name):  # a property raised an AttributeError: raise it again
-        return object.__getattribute__(self, name)
-    if hasattr(jax.Array, name) and not name.startswith("_"):
-        raise AttributeError(
-            f"{type(self).__name__} has no {name!r}. Use it in a function wrapped in "
-            "haiku_implicit.use_implicit_args, or on haiku_implicit.materialize(x)."
-            f" {see('used-as-dense')}"
-        )
-    raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-# Not a method of the class, with which type checkers would take each name for an attribute.
-ImplicitArray.__getattr__ = _missing  # type: ignore[attr-defined]
 
 
 def has_equivalent(kind: type[ImplicitArray]) -> bool:
