@@ -148,6 +148,62 @@ def test_unsigned_codes_without_a_zero_point(name):
     assert again.zero_point is None and np.dtype(again.qtype) == codes.dtype
 
 
+def test_stacks_keep_the_8_bit_scales_of_each_matrix():
+    weights = normal((8, 32, 4)) * jnp.exp(normal((8, 1, 1)))
+    q = hki.QuantizedMatrix.quantize(weights, "nvfp4")
+    again = hki.from_qwix(hki.to_qwix(q))
+    assert again.scale_dtype == q.scale_dtype and again.nbytes == q.nbytes
+    np.testing.assert_array_equal(hki.materialize(again), hki.materialize(q))
+
+
+def test_scales_of_8_bits_are_written_in_the_dtype_of_the_matrix_if_it_holds_them():
+    w = normal((64, 4)).astype(jnp.bfloat16)
+    for name, dtype in (("mxfp8", jnp.bfloat16), ("nvfp4", jnp.float32)):
+        q = hki.QuantizedMatrix.quantize(w, name)
+        assert hki.to_qwix(q).scale.dtype == dtype
+        # A traced array might have other scales: they stay as they are, with the same values.
+        array = hki.to_qwix(q)
+        values = jax.jit(
+            lambda scale, a=array: hki.from_qwix(a._replace(scale=scale)).materialize()
+        )
+        np.testing.assert_array_equal(values(array.scale), hki.materialize(hki.from_qwix(array)))
+
+
+@pytest.mark.parametrize("scales", [(16, 8), (16, 2), (4, 8), (1, 1)])
+def test_scales_of_single_numbers_and_of_groups_along_either_axis(scales):
+    codes = (jnp.arange(16 * 8).reshape(16, 8) - 64).astype(jnp.int8)
+    array = QArray(codes, jnp.exp(normal(scales)), None, "int8")
+    wide = np.repeat(np.repeat(array.scale, 16 // scales[0], 0), 8 // scales[1], 1)
+    q = hki.from_qwix(array)
+    np.testing.assert_array_equal(hki.materialize(q), codes.astype(np.float32) * wide)
+    same(array.scale, hki.to_qwix(q).scale)
+
+
+@pytest.mark.parametrize("name", ["nf4", "uint8", "uint4", "float8_e4m3fn"])
+def test_zero_points_of_other_formats(name):
+    codes = (jnp.arange(16 * 8).reshape(16, 8) % 16).astype("uint4" if name == "nf4" else name)
+    array = QArray(codes, jnp.full((1, 8), 0.5), codes[3:4], name)
+    q = hki.from_qwix(array)
+    table = jnp.asarray(hki.quantization.formats.NF4_TABLE)
+    values = table[codes.astype(jnp.int32)] if name == "nf4" else codes
+    np.testing.assert_array_equal(hki.materialize(q), dequantized(array, values))
+    if name.startswith("uint"):  # as signed codes
+        again = hki.to_qwix(q)
+        np.testing.assert_array_equal(dequantized(again, again.qvalue), hki.materialize(q))
+    else:
+        with pytest.raises(ValueError, match="Qwix has no offsets for"):
+            hki.to_qwix(q)
+
+
+def test_scales_and_zero_points_in_other_tiles():
+    codes = (jnp.arange(2 * 16 * 8).reshape(2, 16, 8) % 16 - 8).astype(jnp.int8)
+    scale, zero_point = jnp.exp(normal((1, 2, 1))), codes[:1, :1, :]
+    q = hki.from_qwix(QArray(codes, scale, zero_point, None))
+    wide = lambda x: np.repeat(np.broadcast_to(x, (2, *x.shape[1:])), 16 // x.shape[1], 1)  # noqa: E731
+    want = (codes.astype(np.float32) - wide(zero_point)) * wide(scale)
+    assert (abs(hki.materialize(q) - want) <= 2.0**-22 * 255 * wide(scale)).all()
+
+
 def test_scales_that_8_bits_do_not_hold_stay_dense():
     scale = jnp.exp(normal((2, 8)))
     for name, codes in (
@@ -166,6 +222,24 @@ def test_what_qwix_does_not_have():
     ):
         with pytest.raises(ValueError, match=message):
             hki.to_qwix(hki.QuantizedMatrix.quantize(above_zero, name, 32))
+    q = hki.QuantizedMatrix.quantize(normal((16, 8)), "int4")
+    for factor in (2.001, 9):  # no whole multiple, and beyond the codes
+        with pytest.raises(ValueError, match="offsets are not whole multiples"):
+            hki.to_qwix(q._replace(offset=factor * q.scale))
+    with pytest.raises(ValueError, match="can't be checked within jit"):
+        jax.jit(hki.to_qwix)(q._replace(offset=2 * q.scale))
     odd = QArray(jnp.zeros((6, 6), jnp.int4), jnp.ones((2, 2)), None, "int4")
     with pytest.raises(ValueError, match="expected groups that are multiples of 2"):
         hki.from_qwix(odd)
+    array = hki.to_qwix(q)
+    empty = array._replace(qvalue=array.qvalue[:0])
+    for other in (array._replace(scale=jnp.ones((3, 8))), array._replace(scale=jnp.ones(8)), empty):
+        with pytest.raises(ValueError, match="scales and zero points that divide it"):
+            hki.from_qwix(other)
+    for wrong in (jnp.int32, bool, "complex64"):
+        with pytest.raises(TypeError, match="dtype: expected a floating dtype or None"):
+            hki.from_qwix(array, dtype=wrong)
+    with pytest.raises(TypeError, match="expected a QuantizedMatrix, got LoRA"):
+        hki.to_qwix(hki.LoRA.create(q, jax.random.key(0), rank=2))
+    with pytest.raises(TypeError, match="which has no qvalue"):
+        hki.from_qwix(above_zero)
