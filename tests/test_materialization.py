@@ -106,6 +106,18 @@ def test_the_message_names_a_parameter_that_the_constructor_made():
     assert "(probably outer/~/b/w) was" in str(error.value)
 
 
+def test_the_message_names_the_parameter_that_holds_the_array():
+    """Trellis codes with scales, which have no rule for `split` along their sequences."""
+    weight = lambda: hk.get_parameter("w", [64, 64], init=jnp.ones)  # noqa: E731
+    model = hk.without_apply_rng(hk.transform(lambda x: x @ jnp.split(weight(), 2, 1)[0]))
+    codes = hki.TrellisMatrix(jnp.zeros((64, 12), jnp.uint16), 64, 3)
+    params = {"~": {"w": hki.ScaledMatrix(codes, jnp.ones(64), -1)}}
+    with hki.materialization("error"), pytest.raises(hki.MaterializationError) as error:
+        hki.transform_implicit(model).apply(params, jnp.ones((1, 64)))
+    assert str(error.value).startswith("TrellisMatrix float32[64,64] (probably ~/w) was")
+    assert "leave it dense by exclude='~/w' of" in str(error.value)
+
+
 def test_the_message_of_what_is_made_from_a_parameter():
     """A table of positions with LoRA, added to the inputs, makes each weight dense after it."""
 

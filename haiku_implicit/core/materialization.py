@@ -24,7 +24,7 @@ from jax import export
 from jax.extend import source_info_util
 
 from haiku_implicit.core import containers
-from haiku_implicit.core.array import is_implicit
+from haiku_implicit.core.array import flatten_one_level, is_implicit, known_struct
 from haiku_implicit.core.messages import (
     JAX,
     LIBRARIES,
@@ -395,7 +395,9 @@ def _warn_once(event: Materialization) -> None:
 
 
 def _with_parameters(event: Materialization) -> Materialization:
-    """The event with the parameters of its type, shape and dtype: in its module, or else anywhere.
+    """The event with the parameters that are, or hold, arrays of its type, shape and dtype.
+
+    These are the parameters of its module, or else of any.
 
     The event itself, which caches keep, does not know which array it is from.
     """
@@ -403,15 +405,32 @@ def _with_parameters(event: Materialization) -> Materialization:
     of_type, found = False, []
     for keys, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_implicit):
         # The first two keys say which argument it is.
-        if len(keys) > 2 and type(x).__name__ == event.type_name:
-            of_type = True
-            # A loop over layers takes the first axis from their stacked weights.
-            if x.shape[x.ndim - len(event.shape) :] == event.shape and x.dtype.name == event.dtype:
-                found.append(jax.tree_util.keystr(keys[2:], simple=True, separator="/"))
+        held = _held(x) if len(keys) > 2 else ()
+        parts = [y for y in held if type(y).__name__ == event.type_name]
+        of_type = of_type or bool(parts)
+        if any(_may_be(event, y) for y in parts):
+            found.append(jax.tree_util.keystr(keys[2:], simple=True, separator="/"))
     shared = {path: _shared_names(_module_of(path), event.module) for path in found}
     most = max([1, *shared.values()])
     here = [path for path in found if shared[path] == most]
     return dataclasses.replace(event, parameters=tuple(here or found) if of_type else None)
+
+
+def _held(x: Array) -> Iterator[Array]:
+    """An implicit array, and the implicit arrays in it, as a rotated weight holds trellis codes."""
+    if is_implicit(x):
+        yield x
+        for part in flatten_one_level(x)[0]:
+            yield from _held(part)
+
+
+def _may_be(event: Materialization, x: Array) -> bool:
+    """Whether an array, which may be a half without a shape, has the shape and dtype of an event."""
+    struct, axes = known_struct(x), len(event.shape)
+    if struct is None or struct.dtype.name != event.dtype:
+        return False
+    # A loop over layers takes the first axis from their stacked weights.
+    return struct.shape[struct.ndim - axes :] == event.shape
 
 
 def _module_of(path: str) -> str:

@@ -239,6 +239,10 @@ def _tensors_of(file: str, config: Config) -> _Tensors:
         found = names.fullmatch(str(key))
         if found is None and not plain and _beside(tensors, str(key), tensor, config):
             continue
+        if found is None and plain:
+            raise CheckpointError(
+                f"{file}: {plain[-1]}: missing; PEFT does not read its copy {key}"
+            )
         if found is None or not isinstance(tensor, jax.Array | np.ndarray):
             raise CheckpointError(f"{file}: {key}: not a tensor of LoRA or DoRA on a module")
         module, part = found["module"], found["part"]

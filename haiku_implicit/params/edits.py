@@ -20,7 +20,7 @@ from haiku_implicit.params.trees import trees
 from haiku_implicit.params.trees.matrix_axes import MatrixAxesOf
 from haiku_implicit.params.trees.one_by_one import is_news
 from haiku_implicit.params.trees.options import QuantizeOptions
-from haiku_implicit.params.trees.selection import describe
+from haiku_implicit.params.trees.selection import describe, editing
 from haiku_implicit.quantized.matrix import QuantizeArguments, QuantizedMatrix
 from haiku_implicit.quantized.numbers.options import checked_activation, loses_negatives
 from haiku_implicit.quantized.products.activation_stats import QuantStats
@@ -163,7 +163,8 @@ def quantize_activations(
                 f"{path}: expected a QuantizedMatrix or a TrellisMatrix, got {describe(value)}; "
                 "quantize_params makes one of a dense weight"
             )
-        return value.with_activation(dtype)
+        with editing(path, value):
+            return value.with_activation(dtype)
 
     _check_activation(dtype)
     edit = trees.Edit(

@@ -125,6 +125,20 @@ def test_random_matrices_are_the_same_for_ever():
     assert 1.28 < singular.max() < 1.42 and 0.58 < singular.min() < 0.72
 
 
+def test_halves_of_other_ranks_are_named():
+    """Only if the frozen half knows its rank. A frozen half of LoRA does not."""
+    params = {"a": {"w": jnp.ones((16, 8))}}
+    one, four = (
+        hki.partition(hki.add_adapter(params, 0, "vera", rank=rank), False) for rank in (1, 4)
+    )
+    shapes = r"shape_of_matrix=\(16, 1\), got shape_of_matrix=\(16, 4\)"
+    for run in (hki.combine, jax.jit(hki.combine)):
+        with pytest.raises(
+            ValueError, match=f"^frozen: a/w/a: expected RandomMatrix with {shapes}"
+        ):
+            run(one[0], four[1])
+
+
 def test_a_pair_that_is_given(tmp_path):
     """Factors of another library, or of an older file."""
     pair = normal((20, 2), 3), normal((2, 12), 4)

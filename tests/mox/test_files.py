@@ -19,9 +19,11 @@ from haiku._src.integration import descriptors
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
+import haiku_implicit as hki
 from haiku_implicit.mox import eval_mox, load, make_mox, save, to_transformed
 from haiku_implicit.mox.format import values
 from haiku_implicit.mox.program.program import pruned
+from haiku_implicit.quantized.products.matmul import quantized_matmul
 from tests.haiku_models import MODELS, RNG, X
 from tests.tiers import few
 
@@ -655,6 +657,24 @@ def test_what_can_not_be_saved_is_named(fun, tmp_path):
     with pytest.raises(ValueError, match=f"{NOT_SAVED[fun]}.*module 'outer'"):
         save(path, mox)
     assert os.listdir(tmp_path) == ["mox.json"] and path.read_text() == "before"
+
+
+def stored(x):
+    w = hki.QuantizedMatrix(jnp.zeros((8, 1), jnp.int8), jnp.ones((8, 1)), None, "int8")
+    return quantized_matmul(x[:, :1], w, order=(0, 1), precision=None, dtype=x.dtype)
+
+
+def rotated(x):
+    return hki.adapters.Hadamard.random(x.shape[-1]).times(x)
+
+
+@pytest.mark.parametrize(("fun", "name"), [(rotated, "hadamard"), (stored, "quantized_matmul")])
+def test_operations_of_this_library_in_a_model(fun, name, tmp_path):
+    """The error names the way out: the implicit array as a parameter."""
+    mox = make_mox(hk.transform(fun))(X)
+    message = f"<{name}: .*> in the model, .* can't have {name}: .* eval_mox takes them in place of"
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path / "mox.json", mox)
 
 
 def test_arguments_that_can_not_be_saved_are_named(tmp_path):

@@ -528,17 +528,35 @@ def test_structs_and_stacks():
         (dict(dtype="trellis3", group_size=32), "'trellis3' has no group_size"),
         (dict(dtype="trellis3", activation="int9"), "activation: expected one of"),
         (dict(dtype="trellis3", axis=-1), "axis: dtype 'trellis3' is for axis -2"),
+        (dict(dtype="trellis3", rotate=False), "rotate: the codes of 'trellis3' need the rotation"),
         (dict(dtype="int4", rotate=True, axis=-1), "axis: rotated weights are for axis -2"),
     ],
 )
 def test_options_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         quantized(**options)
-    with pytest.raises(ValueError, match="expected 'gptq'"):
-        inputs = {"m/w": jnp.eye(96)}
-        hki.quantize_with_inputs(
-            {"m": {"w": normal((96, 64))}}, inputs, method="awq", dtype="trellis2"
-        )
+    for method in ("awq", "smoothquant"):
+        with pytest.raises(ValueError, match=f"expected 'gptq' for trellis .*, got '{method}'"):
+            inputs = {"m/w": jnp.eye(96)}
+            hki.quantize_with_inputs(
+                {"m": {"w": normal((96, 64))}}, inputs, method=method, dtype="trellis2"
+            )
+
+
+def test_groups_of_activations_divide_the_inputs():
+    params, w = {"m": {"w": normal((48, 64))}}, made(3, (48, 64))
+    options = dict(dtype="trellis3", activation="mxfp8")
+    message = "activation: 'mxfp8' has groups of 32 inputs, which do not divide 48; use .* exclude="
+    for run in (
+        lambda: hki.quantize_params(params, **options),
+        lambda: hki.quantize_with_inputs(params, {"m/w": jnp.eye(48)}, **options),
+        lambda: hki.quantize_activations({"m": {"w": w}}, "mxfp8"),
+    ):
+        with pytest.raises(ValueError, match=rf"^m/w \(.*48,64.*\): {message}"):
+            run()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        w.with_activation("mxfp8")
+    assert w.with_activation("nvfp4").activation == "nvfp4"  # groups of 16
 
 
 def test_two_bits_without_inputs_warn():

@@ -210,7 +210,8 @@ def to_file(
     if primitives().get(primitive.name) is not primitive:
         raise Unsaveable(
             f"a file can't have {primitive.name}: it runs code that is not in the program, or names "
-            "devices of this machine"
+            "devices of this machine. Compute it by jax.numpy, or make implicit arrays parameters: "
+            "eval_mox takes them in place of dense ones"
         )
     if primitive.name not in _FORMS:
         try:

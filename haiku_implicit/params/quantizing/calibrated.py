@@ -203,12 +203,11 @@ def quantize_with_inputs(
       >>> error(hki.quantize_with_inputs(params, inputs, method='awq')) < 0.9 * rounded
       True
     """
-    chosen, _ = parsed(method)
     how = options_with_inputs(options, "int4", rules=rules is not None)
     if rules is not None:
         rules = trees.checked_rules(rules)
-    elif chosen.needed == "maxima":
-        _check_activation(method, how)
+    else:
+        _check_method(method, how)
 
     def how_of(parameter: trees.Parameter) -> QuantizeOptions | None:
         return how if rules is None else _how_by_rule(rules, parameter, how)
@@ -246,12 +245,7 @@ def quantize_by(
                 return value
             if own.axis != -2:
                 raise value_error(f"axis: the inputs are those of axis -2, got {own.axis}")
-            if own.is_rotated and chosen is not _METHODS["gptq"]:
-                raise value_error(
-                    f"method: expected 'gptq' for trellis codes and rotated weights, got {method!r}"
-                )
-            if chosen.needed == "maxima":
-                _check_activation(method, own)
+            _check_method(method, own)
             return chosen.quantize(value, inputs, own, *numbers)
 
     known: Mapping[str, Array] = {}
@@ -312,8 +306,14 @@ def _how_by_rule(
     return None if rule is None else how.by_rule(rule, parameter)
 
 
-def _check_activation(method: str, how: QuantizeOptions) -> None:
-    if how.activation is None:
+def _check_method(method: str, how: QuantizeOptions) -> None:
+    """Raises if a method does not have these options."""
+    chosen, _ = parsed(method)
+    if how.is_rotated and chosen is not _METHODS["gptq"]:
+        raise value_error(
+            f"method: expected 'gptq' for trellis codes and rotated weights, got {method!r}"
+        )
+    if chosen.needed == "maxima" and how.activation is None:
         raise value_error(
             f"method: {method!r} is for quantized activations: expected activation='int8' or the like "
             "(act_qtype of a rule), got None"

@@ -143,7 +143,7 @@ class QuantizeOptions:
 
         Raises:
           TypeError: for an unknown option.
-          ValueError: for options beside rules that replace them.
+          ValueError: for options beside rules that replace them, or trellis codes without a rotation.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(options.keys() - set(known)):
@@ -153,6 +153,10 @@ class QuantizeOptions:
             )
         plain = cls(**(default or {}))
         new = dataclasses.replace(plain, **options)
+        if new.is_trellis and options.get("rotate") is False:
+            raise value_error(
+                f"rotate: the codes of {new.dtype!r} need the rotation, got False; leave it out"
+            )
         both = [x for x in known if getattr(new, x) != getattr(plain, x)]
         if both := [x for x in both if rules and x not in ("axis", "scale_dtype")]:
             raise value_error(f"rules: expected them in place of {', '.join(both)}, got both")

@@ -190,9 +190,16 @@ class TrellisMatrix(ImplicitArray, core_ndim=2):
           activation: as for `QuantizedMatrix.quantize`.
 
         Raises:
-          ValueError: for a format that activations can't have.
+          ValueError: for a format that activations can't have, or groups that do not divide the inputs.
         """
-        return self._replace(activation=checked_activation(activation))
+        text, inputs = checked_activation(activation), self.shape[-2]
+        tile = parse_activation(text).tile or 1
+        if inputs % tile:
+            raise value_error(
+                f"activation: {text!r} has groups of {tile} inputs, which do not divide {inputs}; use "
+                "another format, such as 'int8', or leave the weight out by exclude="
+            )
+        return self._replace(activation=text)
 
     @property
     def activation_config(self) -> OperandConfig:
