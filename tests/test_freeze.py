@@ -14,6 +14,7 @@ import pytest
 import haiku_implicit as hki
 from haiku_implicit.core import compat
 from tests.devices import run_on_devices
+from tests.random_arrays import normal
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
 DENSE = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 6, 2])(x)))
@@ -215,7 +216,91 @@ def test_optax_adds_the_updates_of_freeze_declared(kind):
             strict=True,
         )
     )
+    # Updates of another program do not know the parameters, and NumPy's arrays can take them.
+    updates = jax.jit(lambda grads: optimizer.update(grads, state, params)[0])(grads)
     assert np.all(np.asarray(np.ones(3) + updates["mlp/~/linear_0"]["b"]) == 1)
+
+
+def test_a_wrapper_that_keeps_parameters_belongs_inside():
+    """schedule_free computes all parameters anew from its copies: codes would lose a bit now and then."""
+    params = hki.add_lora(hki.quantize_params(DENSE.init(jax.random.key(0), X)), 1, rank=2)
+    loss = lambda p: (hki.transform_implicit(DENSE).apply(p, X) ** 2).sum()  # noqa: E731
+    sgd, wrapper = optax.sgd(0.1), optax.contrib.schedule_free
+
+    def step(optimizer):
+        grads, state = hki.grad(loss, trainable_dense=False)(params), optimizer.init(params)
+        return optax.apply_updates(params, optimizer.update(grads, state, params)[0])
+
+    declared = functools.partial(hki.freeze_declared, trainable_dense=False)
+    with pytest.raises(ValueError, match="A wrapper that keeps parameters belongs inside"):
+        jax.jit(lambda: step(wrapper(declared(sgd), 0.1)))()
+    new = step(declared(wrapper(sgd, 0.1)))
+    frozen = (hki.partition(p, False)[1] for p in (new, params))
+    jax.tree.map(np.testing.assert_array_equal, *frozen)
+
+
+def test_updates_of_empty_parameters():
+    params = hki.zero_params(DENSE.init(jax.random.key(0), X), targets=".*/b")
+    optimizer = hki.freeze_declared(optax.sgd(0.1))
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    want = jax.tree.map(lambda x: x - 0.1, params)
+    assert jax.tree.structure(want) == jax.tree.structure(params)
+    for new in (optax.apply_updates(params, updates), hki.apply_updates(params, updates)):
+        jax.tree.map(np.testing.assert_array_equal, new, want)
+
+
+OWN = {"a": {"w": normal((4, 3)), "b": normal((3,))}}
+WHOLE = OWN | {"c": {"w": normal((3, 2))}}
+
+
+def loss_of(p, xs):
+    hidden = jnp.tanh(xs @ p["a"]["w"] + p["a"]["b"]) @ WHOLE["c"]["w"]
+    return (jnp.square(hidden) @ jnp.arange(1.0, 3.0)).mean()
+
+
+def of_examples(p, xs):
+    return jax.vmap(jax.grad(loss_of), (None, 0))(p, xs[:, None])
+
+
+@pytest.mark.parametrize(
+    "make, gradient, options",
+    [
+        (optax.lbfgs, jax.grad(loss_of), lambda g, xs: dict(value=0.5, grad=g, value_fn=loss_of, xs=xs)),
+        (
+            lambda: optax.contrib.sophia(1e-2),
+            jax.grad(loss_of),
+            lambda g, xs: dict(obj_fn=lambda p: loss_of(p, xs)),
+        ),
+        (
+            lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+            jax.grad(loss_of),
+            lambda g, xs: dict(grad_fn=lambda p, _: jax.grad(loss_of)(p, xs)),
+        ),
+        (lambda: optax.contrib.dpsgd(0.1, 1.0, 0.0, 0), of_examples, lambda g, xs: {}),
+    ],
+    ids=["lbfgs", "sophia", "sam", "dpsgd"],
+)  # fmt: skip
+def test_optimizers_that_take_functions_or_gradients_of_examples(make, gradient, options):
+    def step(optimizer, params, xs):
+        grads = gradient(params, xs)
+        grads = {name: grads[name] if name == "a" else {"w": None} for name in params}
+        return optimizer.update(grads, optimizer.init(params), params, **options(grads, xs))[0]
+
+    xs = normal((6, 4))
+    want = step(make(), OWN, xs)
+    update = step(hki.freeze_declared(make(), trainable_dense="a/.*"), WHOLE, xs)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), update["a"], want["a"])
+    assert isinstance(update["c"]["w"], hki.Zeros)
+
+
+def test_a_group_of_an_optimizer_without_trained_arrays():
+    declared = hki.freeze_declared(optax.sgd(0.5), trainable_dense="a/.*")
+    optimizer = optax.partition({"x": declared, "y": declared}, {"a": "x", "c": "y"})
+    grads = {"a": jax.tree.map(jnp.ones_like, OWN["a"]), "c": {"w": None}}
+    new = hki.apply_updates(WHOLE, optimizer.update(grads, optimizer.init(WHOLE), WHOLE)[0])
+    np.testing.assert_array_equal(new["a"]["w"], WHOLE["a"]["w"] - 0.5)
+    assert new["c"]["w"] is WHOLE["c"]["w"]
 
 
 def test_a_list_that_groups_of_an_optimizer_share():

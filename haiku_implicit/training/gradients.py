@@ -177,14 +177,12 @@ def trained(
     slots: Sequence[Slot],
     trainable_dense: Targets,
     must_match: bool = True,
-    each_item: bool = True,
 ) -> list[bool]:
     """For each slot, whether its array is trained: as the types declare, or by `trainable_dense`.
 
     Raises:
-      ValueError: with `must_match`, for an expression that matches no dense array, or a list, of which
-        no item does (with `each_item`: one does not). (If it also matches implicit ones, this is a
-        warning.)
+      ValueError: with `must_match`, for an expression, or an item of a list, that matches no dense
+        array. (If it also matches implicit ones, this is a warning.)
     """
     chosen = predicate_of("trainable_dense", trainable_dense)
     flags, dense = [], []
@@ -199,7 +197,7 @@ def trained(
         flags.append(flag)
     if must_match and dense:
         others = {"/".join(s.path[: -len(s.fields)]): s.fields[0][0] for s in slots if s.fields}
-        _check_named(trainable_dense, dense, others, each_item)
+        _check_named(trainable_dense, dense, others)
     return flags
 
 
@@ -207,7 +205,6 @@ def _check_named(
     trainable_dense: Any,
     dense: Sequence[str],
     others: Mapping[str, type[ImplicitArray]],
-    each_item: bool,
 ) -> None:
     """Raises for a name that matches no dense array; warns if it matches implicit ones, too.
 
@@ -215,12 +212,11 @@ def _check_named(
       trainable_dense: the argument of that name. Only expressions and items of lists are names.
       dense: the paths of the dense arrays.
       others: the types of the implicit arrays by their paths.
-      each_item: whether each item of a list has to match.
     """
     items: list[tuple[Any, Any]] = []
-    if is_list(trainable_dense) and each_item:
+    if is_list(trainable_dense):
         items = [(item, [item]) for item in trainable_dense]
-    elif is_list(trainable_dense) or isinstance(trainable_dense, str | re.Pattern):
+    elif isinstance(trainable_dense, str | re.Pattern):
         items = [(trainable_dense, trainable_dense)]
     for item, targets in items:
         chosen = predicate_of("trainable_dense", targets)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,8 @@ def freeze_declared(
     Args:
       optimizer: any optax optimizer. It sees `optax.MaskedNode`, a node without leaves, instead of
         frozen arrays. So its state omits them, and so do decay, clipping and norms. Wrappers that
-        compare or keep gradients belong inside, such as `optax.apply_if_finite(...)` and
-        `optax.MultiSteps(...).gradient_transformation()`.
+        compare or keep gradients or parameters belong inside, such as `optax.apply_if_finite(...)`,
+        `optax.MultiSteps(...).gradient_transformation()` and `optax.contrib.schedule_free(...)`.
       trainable_dense: which dense arrays are trained, as in `partition`. Pass the same value to
         `value_and_grad`.
 
@@ -182,10 +183,10 @@ def _frozen(
     def marks_of(tree: Tree, slots: Sequence[Slot], first: bool) -> list[tuple[bool, bool]]:
         """For each slot, whether it is trained, and whether `select` marks it."""
         # A regular expression has to match something in `init`; an update may lack dense arrays.
-        # (And each item of a list, unless `optax.multi_transform` shows one group of the parameters.)
-        each_item = first and not _is_group(tree)
-        own = trained(slots, trainable_dense, first, each_item)
-        return list(zip(own, select(tree, slots, first), strict=True))
+        # (Unless `optax.partition` shows one group of the parameters.)
+        whole = first and not _is_group(tree)
+        own = trained(slots, trainable_dense, whole)
+        return list(zip(own, select(tree, slots, whole), strict=True))
 
     def init(params: Params) -> State:
         slots = slots_of(params)
@@ -199,16 +200,24 @@ def _frozen(
         mask = _Mask(treedef_of(like), list(map(all, marks)), [slot.value for slot in slots])
         gradients = align(mask.treedef, updates, "updates")
         _check_gradients(slots, marks, gradients)
-        # Line searches take another gradient, and a function of the parameters.
+        # Some optimizers take another gradient, and functions of the parameters.
         if "grad" in extra:
             extra["grad"] = mask.of(extra["grad"], "grad")
-        if "value_fn" in extra:
-            extra["value_fn"] = mask.unmasking(extra["value_fn"])
+        for name in extra.keys() & {"value_fn", "obj_fn"}:
+            extra[name] = mask.unmasking(extra[name])
+        if "grad_fn" in extra:
+            gradient = mask.unmasking(extra["grad_fn"])
+            extra["grad_fn"] = lambda *args, **kw: mask.of(gradient(*args, **kw), "grad_fn")
         own = None if params is None else mask.of(params, "params")
         with naming_lost_types(state):
             new, new_state = _updated(inner, mask.of(updates, "updates"), state, own, extra)
-        new = mask.filled(new, "updates", list(map(_no_update, mask.values)))
-        _check_state_shapes(slots, gradients, align(mask.treedef, new, "updates"), state, new_state)
+        known = [None] * len(slots) if params is None else mask.values
+        new = mask.filled(new, "updates", list(map(_no_update, mask.values, known)))
+        changes = align(mask.treedef, new, "updates")
+        _check_state_shapes(slots, gradients, changes, state, new_state)
+        for slot, change in zip(slots, changes, strict=True):
+            if not is_empty(change) and not is_empty(slot.value):
+                _check_shape(slot, change, "an update")
         return new, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -221,12 +230,21 @@ class _NoUpdate(Zeros):  # type: ignore[metaclass]
     __repr__ = Zeros.__repr__
     # JAX and numpy leave the sum to `__radd__` only if they can't convert this to an array.
     __array_ufunc__ = None
+    # The frozen array, if it is known. (No annotation: it is no field, and no part of the tree.)
+    _parameter = cast(Any, None)
 
     @property
     def __jax_array__(self) -> Any:
         raise AttributeError("__jax_array__")
 
     def __radd__(self, array: Array) -> Array:
+        own = self._parameter
+        if own is not None and own is not array and jnp.result_type(own) == jnp.result_type(array):
+            raise value_error(
+                "updates: the update of a frozen array was added to another array than the parameter "
+                "that the optimizer got. A wrapper that keeps parameters belongs inside, as in "
+                "freeze_declared(optax.contrib.schedule_free(...))"
+            )
         return array
 
 
@@ -236,9 +254,13 @@ def _is_group(tree: Tree) -> bool:
     return any(isinstance(x, optax.MaskedNode) for x in leaves)
 
 
-def _no_update(x: Array) -> Array:
+def _no_update(x: Array, parameter: Array) -> Array:
     zeros = zeros_like(x)
-    return _NoUpdate(shape=zeros.shape, dtype=zeros.dtype) if isinstance(zeros, Zeros) else zeros
+    if is_empty(x) or not isinstance(zeros, Zeros):
+        return zeros
+    update = _NoUpdate(shape=zeros.shape, dtype=zeros.dtype)
+    update._parameter = parameter
+    return update
 
 
 def _updated(
@@ -294,7 +316,10 @@ def _check_gradients(
                 f" {see('gradients-of-other-arrays')}"
             )
         if is_trained and not is_empty(gradient) and not is_empty(slot.value):
-            _check_shape(slot, gradient, "a gradient")
+            # Optimizers such as `optax.contrib.dpsgd` take a gradient for each example.
+            own, found = np.shape(slot.value), np.shape(gradient)
+            if found[1:] != own:
+                _check_shape(slot, gradient, "a gradient")
         is_dense = not slot.fields and not is_empty(slot.value) and is_inexact(slot.value)
         if is_dense and is_marked and not is_trained and not is_empty(gradient):
             raise ValueError(
@@ -353,9 +378,12 @@ class _Mask(NamedTuple):
 
     def unmasking(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Converts a function of parameters to a function of masked parameters."""
-        return lambda tree, *args, **kwargs: fun(
-            self.filled(tree, "params", self.values), *args, **kwargs
-        )
+
+        @functools.wraps(fun)  # optax reads the names of its arguments
+        def unmasked(tree: Tree, *args: Any, **kwargs: Any) -> Any:
+            return fun(self.filled(tree, "params", self.values), *args, **kwargs)
+
+        return unmasked
 
 
 def apply_updates(params: SameTree, updates: Tree) -> SameTree:

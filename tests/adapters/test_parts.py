@@ -276,6 +276,7 @@ def test_gradients_of_one_adapter_in_a_bank(base):
         own = want[path.removesuffix("/w")]["w"]
         close(grads[path][0][1], own.a, 1e-4)
         close(grads[path][1][1], own.b, 1e-4)
+        assert not grads[path][2].any()  # LoRA's scale is not trained
 
 
 def test_errors_of_a_bank(base):

@@ -170,7 +170,7 @@ def test_transformations(axis, kernel):
 
 def lowered(f, *args):
     """The program for a GPU."""
-    return lowered_for_cuda(jax.jit(lambda *args: f(*args)).trace(*args))
+    return lowered_for_cuda(lambda: jax.jit(lambda *args: f(*args)).trace(*args))
 
 
 TARGET = "__gpu$xla.gpu.triton"

@@ -174,9 +174,9 @@ class AdapterBank:
                     "hki.grad), in which its LoRA weights read as dense arrays. Differentiate with "
                     "jax.grad, with respect to bank.slots"
                 )
-            return parameter.value._replace(
-                **dict(zip(("a", "b", "factor"), factors[parameter.path], strict=True))
-            )
+            a, b, factor = factors[parameter.path]
+            # LoRA's scale is never trained.
+            return parameter.value._replace(a=a, b=b, factor=jax.lax.stop_gradient(factor))
 
         return trees.map_matrices(selected, self.params)
 

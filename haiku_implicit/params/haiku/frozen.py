@@ -504,6 +504,10 @@ class _Held:
         self._refs = list(refs.values())
         self._values = [refs.get(id(x), x) for x in values]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A reference that was pickled can't be read with JAX 0.12.0.1.
+        return type(self), (self.read(), bool(self._refs))
+
     def read(self) -> list[Array]:
         # JAX can't give references to a program for one of several devices.
         constants = jax.ensure_compile_time_eval if compat.in_manual_region() else nullcontext
