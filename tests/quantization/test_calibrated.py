@@ -356,8 +356,8 @@ def test_equal_layers_share_a_compiled_program():
     values = [program.start | dict(zip(program.inputs, leaves, strict=True))]
     for i, (number, want) in enumerate(zip(program.outputs, fun(*args), strict=True)):
         ((got,),) = program.advance(values, [number], program.outputs[i + 1 :])
-        # (The compiled parts add in another order than single operations.)
-        close(got, want, 2e-6)
+        # (The parts and single operations add in other orders, and each layer doubles the difference.)
+        close(got, want, 1e-5)
     assert len(program.compiled) == 3
 
 
