@@ -216,8 +216,6 @@ def test_optax_adds_the_updates_of_freeze_declared(kind):
             strict=True,
         )
     )
-    # Updates of another program do not know the parameters, and NumPy's arrays can take them.
-    updates = jax.jit(lambda grads: optimizer.update(grads, state, params)[0])(grads)
     assert np.all(np.asarray(np.ones(3) + updates["mlp/~/linear_0"]["b"]) == 1)
 
 
@@ -232,11 +230,31 @@ def test_a_wrapper_that_keeps_parameters_belongs_inside():
         return optax.apply_updates(params, optimizer.update(grads, state, params)[0])
 
     declared = functools.partial(hki.freeze_declared, trainable_dense=False)
-    with pytest.raises(ValueError, match="A wrapper that keeps parameters belongs inside"):
+    for copies in (None, jnp.bfloat16):
+        with pytest.raises(ValueError, match="a wrapper that keeps parameters belongs inside"):
+            step(wrapper(declared(sgd), 0.1, state_dtype=copies))
+    with pytest.raises(ValueError, match="a wrapper that keeps parameters belongs inside"):
         jax.jit(lambda: step(wrapper(declared(sgd), 0.1)))()
     new = step(declared(wrapper(sgd, 0.1)))
     frozen = (hki.partition(p, False)[1] for p in (new, params))
     jax.tree.map(np.testing.assert_array_equal, *frozen)
+
+
+@pytest.mark.parametrize("of", [None, 6])
+def test_updates_without_parameters(of):
+    """With gradients, or with gradients of examples, whose updates have another shape."""
+    params = MAKERS["LoRA"](DENSE.init(jax.random.key(0), X))
+    loss = lambda p: (hki.transform_implicit(DENSE).apply(p, X) ** 2).sum()  # noqa: E731
+    grads = hki.grad(loss)(params)
+    inner = optax.sgd(0.1) if of is None else optax.contrib.dpsgd(0.1, 1e9, 0.0, 0)
+    of_each = grads if of is None else jax.tree.map(lambda g: jnp.stack([g] * of), grads)
+    optimizer = hki.freeze_declared(inner)
+    updates, _ = optimizer.update(of_each, optimizer.init(params))
+    want = hki.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads))
+    # Parameters that another function gets, as `lax.cond` does to leave a step out.
+    apply = jax.jit(lambda p: optax.apply_updates(p, updates))
+    new = jax.lax.cond(True, apply, lambda p: p, jax.tree.map(jnp.copy, params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), new, want)
 
 
 def test_updates_of_empty_parameters():
