@@ -286,7 +286,9 @@ def of_examples(p, xs):
     [
         (optax.lbfgs, jax.grad(loss_of), lambda g, xs: dict(value=0.5, grad=g, value_fn=loss_of, xs=xs)),
         (
-            lambda: optax.contrib.sophia(1e-2),
+            lambda: optax.GradientTransformationExtraArgs(  # as Sophia, which optax 0.2.4 lacks
+                lambda params: (), lambda g, s, params, *, obj_fn: (jax.grad(obj_fn)(params), s)
+            ),
             jax.grad(loss_of),
             lambda g, xs: dict(obj_fn=lambda p: loss_of(p, xs)),
         ),
@@ -297,7 +299,7 @@ def of_examples(p, xs):
         ),
         (lambda: optax.contrib.dpsgd(0.1, 1.0, 0.0, 0), of_examples, lambda g, xs: {}),
     ],
-    ids=["lbfgs", "sophia", "sam", "dpsgd"],
+    ids=["lbfgs", "obj_fn", "sam", "dpsgd"],
 )  # fmt: skip
 def test_optimizers_that_take_functions_or_gradients_of_examples(make, gradient, options):
     def step(optimizer, params, xs):
@@ -314,7 +316,7 @@ def test_optimizers_that_take_functions_or_gradients_of_examples(make, gradient,
 
 def test_a_group_of_an_optimizer_without_trained_arrays():
     declared = hki.freeze_declared(optax.sgd(0.5), trainable_dense="a/.*")
-    optimizer = optax.partition({"x": declared, "y": declared}, {"a": "x", "c": "y"})
+    optimizer = optax.multi_transform({"x": declared, "y": declared}, {"a": "x", "c": "y"})
     grads = {"a": jax.tree.map(jnp.ones_like, OWN["a"]), "c": {"w": None}}
     new = hki.apply_updates(WHOLE, optimizer.update(grads, optimizer.init(WHOLE), WHOLE)[0])
     np.testing.assert_array_equal(new["a"]["w"], WHOLE["a"]["w"] - 0.5)
