@@ -23,7 +23,7 @@ from haiku_implicit.core.typing import Array, DType
 from haiku_implicit.quantized.matrix import QuantizedMatrix
 from haiku_implicit.quantized.numbers import formats
 
-_UNSIGNED = {"uint2": jnp.uint2, "uint4": jnp.uint4, "uint8": jnp.uint8}
+_UNSIGNED = ("uint2", "uint4", "uint8")
 _FLOATS = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
@@ -60,7 +60,7 @@ def to_qwix(matrix: QuantizedMatrix) -> Any:
     codes = codes.reshape(*codes.shape[:-2], -1)[..., : matrix.shape[matrix.axis]]
     zero_point, from_zero = None, fmt.offset and offset is None
     if from_zero and fmt.name in _UNSIGNED:
-        qtype: Any = np.dtype(_UNSIGNED[fmt.name])
+        qtype: Any = jnp.dtype(fmt.name)
         values = codes.astype(qtype)
     elif fmt.is_integer and fmt.name[-1].isdigit() and fmt.bits >= 2 and not from_zero:
         half = 2 ** (fmt.bits - 1)
